@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 attend: Any = flex_attention
 compiled: Any = torch.compile(attend, backend="eager")
@@ -137,6 +138,45 @@ class Scaled(Slopes):
         return {"score_mod": lambda score, b, h, q, k: score + (slopes * 2)[h] * (k - q)}
 
 
+class Converted(Slopes):
+    """The slope of the first head, and of the second for all others."""
+
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        slopes = self.slopes
+        return {"score_mod": lambda score, b, h, q, k: score + slopes[h.to(torch.bool).to(torch.int64)] * (k - q)}
+
+
+class Diagonal(Slopes):
+    """A slope for each head, on the diagonal of a table."""
+
+    def __init__(self, heads: int = 8, keys: int = 4) -> None:
+        super().__init__(heads, keys)
+        del self.slopes
+        self.slopes = nn.Parameter(torch.randn(heads, heads))
+
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        slopes = self.slopes
+        return {"score_mod": lambda score, b, h, q, k: score + slopes[h, h] * (k - q)}
+
+
+class Method(HeadBias):
+    """Its function is a method, which reads the slopes itself."""
+
+    def score(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + self.slopes[h] * (k - q)
+
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        return {"score_mod": self.score}
+
+
+class Again(Slopes):
+    """Computed again in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Any = checkpoint(super().forward, x, use_reentrant=False)
+        return made
+
+
 class PerQuery(Attention):
     """A slope for each head, entry and query, of a column."""
 
@@ -204,7 +244,7 @@ class WindowedHeads(Slopes):
 MODELS: dict[str, type[Attention]] = {
     kind.__name__: kind
     for kind in (Attention, Distance, Softcap, Compiled, Causal, Documents, Padded, Bias, Slopes, HeadBias, Mixed,
-                 Scaled, PerQuery, Numbered, MaskedHeads, WindowedHeads)
+                 Scaled, Converted, Diagonal, Method, Again, PerQuery, Numbered, MaskedHeads, WindowedHeads)
 }  # fmt: skip
 
 

@@ -23,7 +23,9 @@ HEADS: dict[str, Any] = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "r
 SLOPES = {**HEADS, "slopes": "colwise"}
 TOLERANCE = 1e-12  # of float64, relative
 # Where a function reads the head's number, or one list for all heads, every rank computes all heads.
-WHOLE = frozenset(("Numbered", "MaskedHeads", "Slopes", "HeadBias", "Mixed", "Scaled"))
+WHOLE = frozenset(
+    ("Numbered", "MaskedHeads", "Slopes", "HeadBias", "Mixed", "Scaled", "Converted", "Diagonal", "Method", "Again")
+)
 COLLECTIVES = {"Bias": {"all-reduce": 2}, "PerQuery": {"all-reduce": 2}}  # and the gradient of what all heads read
 
 
@@ -32,7 +34,7 @@ def call(batch: int, length: int) -> Tensor:
 
 
 CASES = [(name, HEADS) for name in MODELS if name != "WindowedHeads"] + [
-    ("Slopes", SLOPES), ("HeadBias", SLOPES), ("PerQuery", SLOPES)
+    ("Slopes", SLOPES), ("HeadBias", SLOPES), ("Method", SLOPES), ("Again", SLOPES), ("PerQuery", SLOPES)
 ]  # fmt: skip
 
 

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError
 
 from tpplan.ambience import ambience
-from tpplan.compat import fake_mesh, named_modules, native_apply, runs_backward
+from tpplan.compat import fake_mesh, named_modules, native_apply, runs_backward, without_packing
 from tpplan.compiler.ir.layout import Pack, all_reduce_of
 from tpplan.compiler.ir.program import ParameterPlacement, Program
 from tpplan.compiler.ir.pytree import tensors_of, with_items, with_tensors
@@ -158,8 +157,6 @@ def _rehearse(model: nn.Module, compiled: Compiled, example: _Call, names: Seque
     around = Surroundings(skeleton)
     try:
         error = _differentiated(skeleton, compiled, example, names)
-        if isinstance(error, CheckpointError):
-            error = None  # what is computed again runs the calls that were left out
         if isinstance(error, AlignmentError):
             raise error
         if error is not None and _differentiable(model, compiled, example, names):
@@ -200,7 +197,8 @@ def _differentiated(model: nn.Module, compiled: Compiled, example: _Call, names:
     device, values = torch.device(compiled.program.device), compiled.facts is not None
     with on_shapes(model, taken, device, values=values, picking=compiled.picking) as recorder:
         tell_inputs(recorder, example, call, names)
-        result = model(*call[0], **call[1])
+        with without_packing():
+            result = model(*call[0], **call[1])
         try:
             differentiate(result)
         except Exception as error:

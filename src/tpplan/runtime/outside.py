@@ -91,7 +91,7 @@ def _serving(
     @functools.wraps(known)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         method = getattr(stock, name, known)  # which may have been replaced since
-        if _serves.get() or not is_outside(self):
+        if not is_outside(self) or _serves.get():
             return method(self, *args, **kwargs)
         if name == "generate":
             _compare(self, args, kwargs)

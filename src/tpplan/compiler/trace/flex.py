@@ -27,6 +27,7 @@ from tpplan.ops.flex import BATCH, HEAD, FlexCall, flex_attention
 
 _INDICES = (BATCH, HEAD, "q", "k")
 _SPLIT = frozenset((BATCH, HEAD))  # the dims of which a rank may have a part
+_COUNTS = frozenset((torch.int32, torch.int64))  # dtypes in which an index is still the same one
 _Part = tuple[int, tuple[int, ...]]  # of which value, and which of its dims are left
 
 
@@ -166,8 +167,11 @@ class _Read:
         if node.is_a("alias", "detach", "copy", "cast"):
             made = part
             if node.inputs[0] in self.scalars:
-                self.scalars[node.outputs[0] or 0] = self.scalars[node.inputs[0]]
-                return
+                output = node.outputs[0] or 0
+                if self.recorder.values[output].dtype in _COUNTS:
+                    self.scalars[output] = self.scalars[node.inputs[0]]
+                    return
+                self._read(node.inputs)
         elif part is not None and node.is_a("index") and self._picks(node.arguments[1]):
             owner, left = part
             given = [None if held is None else held.identifier for held in node.arguments[1]]
@@ -206,6 +210,9 @@ class _Read:
         """Note by which index a dim is told; where another told it, or a number, all of it is read."""
         index = index if index in _SPLIT else ""
         dims = self.dims.setdefault(owner, ["" for _ in self.recorder.values[owner].shape])
+        if index and index in (*dims[:dim], *dims[dim + 1 :]):  # a rank would need a part by both dims
+            self._note_counted((index,))
+            index = ""
         known = self._told.setdefault((owner, (dim,)), index)
         if known != index:
             self._note_counted((known, index))

@@ -222,14 +222,14 @@ class Recorder(RecordingMode):
     @contextmanager
     def aside(self) -> Generator[Aside]:
         """Record what is no part of the run."""
-        before, assumed = self.frames, len(self.assumptions)
-        self.frames, self.beside = [OpenFrame("", 0, [])], Aside()
+        before, outer, assumed, aside = self.frames, self.beside, len(self.assumptions), Aside()
+        self.frames, self.beside = [OpenFrame("", 0, [])], aside
         try:
-            yield self.beside
+            yield aside
         finally:
-            self.beside.body, self.beside.branches = self.frames[-1].body, len(self.assumptions) > assumed
+            aside.body, aside.branches = self.frames[-1].body, len(self.assumptions) > assumed
             del self.assumptions[assumed:]
-            self.frames, self.beside = before, None
+            self.frames, self.beside = before, outer
 
     def new_value(
         self, tensor: Tensor, differentiable: bool, storage_of: int | None = None, numbers: Tensor | None = None
