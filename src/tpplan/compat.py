@@ -846,24 +846,34 @@ def schema_mutates(operator: OpOverload) -> tuple[int, ...]:
 
 @functools.cache
 def written_tensors(operator: OpOverload) -> tuple[int, ...]:
-    """Of the tensor arguments of an operator of others that it writes to and doesn't return: which they are."""
-    if operator.namespace in (*TORCH_NAMESPACES, "c10d_functional", "_c10d_functional"):
+    """Of an operator's tensor arguments, those that it writes to and doesn't return.
+
+    Of torch's own they are looked at where nothing is returned, as of `_foreach_add_`: what others write beside their
+    result is known where they are.
+    """
+    returns = operator._schema.returns
+    if operator.namespace in (*TORCH_NAMESPACES, "c10d_functional", "_c10d_functional") and returns:
         return ()
     names, _ = tensor_arguments(operator)
-    held = operator._schema.arguments
-    returned = {found.alias_info is not None and found.alias_info.is_write for found in operator._schema.returns}
-    written = [held[place].name for place in schema_mutates(operator)] if True not in returned else []
+    returned = {name for held in returns if (alias := held.alias_info) is not None for name in alias.before_set}
+    arguments = operator._schema.arguments
+    held = [(arguments[place].name, arguments[place].alias_info) for place in schema_mutates(operator)]
+    written = [name for name, alias in held if alias is None or returned.isdisjoint(alias.before_set)]
     return tuple(names.index(name) for name in written if name in names)
 
 
 def written_values(operator: OpOverload, args: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
-    """What a call writes to and doesn't return, in the order of `written_tensors`; None for what it isn't given."""
+    """What a call writes to and doesn't return, in the order of `written_tensors`; None for what it isn't given.
+
+    What is in a list is there by itself.
+    """
     places = written_tensors(operator)
     if not places:
         return []
     names = tensor_arguments(operator)[0]
     given = {**dict(zip(schema_argument_names(operator), args, strict=False)), **keywords}
-    return [given.get(names[place]) for place in places]
+    found = [given.get(names[place]) for place in places]
+    return [item for held in found for item in (held if isinstance(held, (list, tuple)) else (held,))]  # pyright: ignore
 
 
 def qualified_name(packet: OpOverloadPacket) -> str:

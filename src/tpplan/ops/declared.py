@@ -166,8 +166,8 @@ def declare(name: str, rule: OperatorRule) -> None:
 
 
 def registering(operator: OpOverload) -> str:
-    """The call that gives an operator a rule, with its arguments in place; "" for one of torch's own."""
-    if operator.namespace in (*TORCH_NAMESPACES, "tpplan"):
+    """The call that gives an operator a rule, with its arguments in place; "" for torch's own, and what writes."""
+    if operator.namespace in (*TORCH_NAMESPACES, "tpplan") or schema_mutates(operator):
         return ""
     tensors, results = tensor_arguments(operator)
     terms = ", ".join(f"<{name}>" for name in tensors)

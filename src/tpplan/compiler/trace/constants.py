@@ -149,7 +149,7 @@ class ConstantWatcher(TorchFunctionMode):
             args, keywords = counted
         if func in _VALUE_READS and args[0].is_meta:
             args = (self._recorder.read(args[0]).to("cpu", copy=True), *args[1:])
-        elif func in _VALUE_READS and id(args[0]) in self._recorder.picked:
+        elif func in _VALUE_READS and (id(args[0]) in self._recorder.picked or self._recorder.is_redrawn(args[0])):
             raise self._recorder.refuse_value()
         if func in self._device.answers:
             found = self._device.answer(func, args)

@@ -31,10 +31,12 @@ from tpplan.compat import (
     random_state,
     run_as_written,
     runs_as_written,
+    schema_argument_names,
     schema_mutates,
     schema_returns_view,
     set_random_state,
     sizes_by_numbers,
+    storage_key,
     written_tensors,
     written_values,
 )
@@ -163,7 +165,7 @@ class Recorder(RecordingMode):
         self.familiar: set[int] | None = None  # ids of tensors from before the run; None while any may be met
         # Where tensors were met that no operation made, and whether inside of a transform such as `vmap`.
         self.unfamiliar: list[tuple[str, Location | None, bool]] = []
-        self._redrawn: set[int] = set()  # ids of real tensors that hold random numbers by now
+        self._redrawn: dict[int, Tensor] = {}  # memory of real tensors that the run has written to, with one of each
         self.seeded: set[int] = set()  # random numbers drawn after the body has set the generator
         self.given: set[int] = set()  # what the call is passed, and what follows from that
         self.drawn: set[int] = set()  # random numbers, and what is made of them alone
@@ -275,6 +277,8 @@ class Recorder(RecordingMode):
                 f"a module is passed, or returns, a `{type(tensor).__name__}` that keeps its tensors",
                 "pass plain tensors between modules",
             )
+        if self.is_redrawn(tensor):
+            tensor = self._meta_copy(tensor)
         with Unwatched():
             outside = self.value_of(tensor)
             alias = torch.ops.aten.alias.default(tensor)
@@ -327,7 +331,7 @@ class Recorder(RecordingMode):
         operands = _tensors((*args, *keywords.values()))
         if any([type(operand) is not Tensor and is_wrapper(operand) for operand in operands]):
             return NotImplemented  # its class says what it does, in operations on what it keeps
-        on_meta = [operand.is_meta or id(operand) in self._redrawn for operand in operands]
+        on_meta = [operand.is_meta or self.is_redrawn(operand) for operand in operands]
         if not any(on_meta):
             if is_draw(func, args, keywords) and not (operands and keywords.get("generator") is not None):
                 # A number that each run draws anew is no constant.
@@ -349,6 +353,8 @@ class Recorder(RecordingMode):
                 args, keywords = self._constants_to_meta(args, keywords)
                 operands = _tensors((*args, *keywords.values()))
         elif not all([operand.is_meta for operand in operands]):
+            for target in _written_by(func, args, keywords):
+                self._redraw(target)
             args, keywords = self._constants_to_meta(args, keywords)
             operands = _tensors((*args, *keywords.values()))
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -399,19 +405,14 @@ class Recorder(RecordingMode):
             and torch.is_grad_enabled()
             and any([self.values[identifier].differentiable for identifier in inputs])
         )
-        overwritten: tuple[int, ...] = ()
+        targets = _written_by(func, args, keywords) if written else []
         base = inputs[0] if (view or written) and inputs else None
-        bases = [base for _ in made]
+        bases = [base if len(kept) < len(written) or not kept else None for _ in made]
         if kept:  # what it writes to and doesn't return is another value from there on, of the same memory
-            targets = written_values(func, args, keywords)
-            own = [self.value_of(target) if isinstance(target, Tensor) else None for target in targets]
-            overwritten = self._aliases_of([target for target in targets if isinstance(target, Tensor)])
-            bases = [*(None for _ in made), *own]
-            made = [*made, *((t, _geometry_of(t) if isinstance(t, Tensor) else None) for t in targets)]
-        elif written:
-            target = args[written[0]] if written[0] < len(args) else next(iter(keywords.values()))
-            targets = [target] if isinstance(target, Tensor) else [t for t in target if isinstance(t, Tensor)]
-            overwritten = self._aliases_of(targets)
+            beside = written_values(func, args, keywords)
+            bases += [self.value_of(held) if isinstance(held, Tensor) else None for held in beside]
+            made = [*made, *((held, _geometry_of(held) if isinstance(held, Tensor) else None) for held in beside)]
+        overwritten = self._aliases_of(targets)
         outputs: list[int | None] = []
         for (item, geometry), base in zip(made, bases, strict=True):
             if geometry is None:
@@ -424,12 +425,9 @@ class Recorder(RecordingMode):
             if numbers is not None:
                 self.known.note(inputs, outputs, numbers)
             elif written:
-                targets = _written_tensors(written, args)
                 self.known.forget([v for t in targets for v in self._members[self._storage[self.value_of(t)]]])
             self.known.follow_absent(inputs, outputs)
-        if written and any(
-            self._storage[self.value_of(target)] in self._outliving for target in _written_tensors(written, args)
-        ):
+        if any(self._storage[self.value_of(target)] in self._outliving for target in targets):
             self.effects.update(output for output in outputs if output is not None)
         if self.drawn.issuperset(inputs) if inputs else is_draw(func, args, keywords):
             self.drawn.update(output for output in outputs if output is not None)
@@ -529,30 +527,69 @@ class Recorder(RecordingMode):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def convert(argument: Any) -> Any:
             if isinstance(argument, Tensor) and not argument.is_meta:
-                copy = self._meta_copies.get(id(argument))
-                if copy is None:
-                    copy = self._meta_copies[id(argument)] = torch.empty_strided(
-                        argument.shape, argument.stride(), dtype=argument.dtype, device="meta"
-                    )
-                    self._alive.append(argument)
-                    numbers = None if id(argument) in self.picked else argument
-                    made = self.new_value(copy, False, storage_of=self.value_of(argument), numbers=numbers)
-                    if id(argument) in self.changing:
-                        self.blurred.add(made)
-                return copy
+                return self._meta_copy(argument)
             if isinstance(argument, (list, tuple)):
                 return type(argument)(convert(item) for item in argument)  # pyright: ignore
             return argument
 
         return tuple(convert(a) for a in args), {name: convert(a) for name, a in keywords.items()}
 
+    def _meta_copy(self, constant: Tensor) -> Tensor:
+        """What stands for a real tensor in the record."""
+        copy = self._meta_copies.get(id(constant))
+        if copy is not None:
+            return copy
+        self._alive.append(constant)
+        whole = self._redrawn.get(storage_key(constant), constant) if self._redrawn else constant
+        if whole is not constant:
+            copy = self._meta_copies[id(constant)] = self._part_of(whole, constant)
+            return copy
+        copy = self._meta_copies[id(constant)] = torch.empty_strided(
+            constant.shape, constant.stride(), dtype=constant.dtype, device="meta"
+        )
+        numbers = None if id(constant) in self.picked else constant
+        made = self.new_value(copy, False, storage_of=self.value_of(constant), numbers=numbers)
+        if id(constant) in self.changing:
+            self.blurred.add(made)
+        return copy
+
+    def _part_of(self, whole: Tensor, part: Tensor) -> Tensor:
+        """A view of what stands for a real tensor, where another one lies in its memory."""
+        offset = part.storage_offset() - whole.storage_offset()
+        fits = part.dtype is whole.dtype and whole.is_contiguous() and offset >= 0
+        last = offset + sum((n - 1) * step for n, step in zip(part.shape, part.stride(), strict=True))
+        if not fits or last >= whole.numel():
+            raise UnfollowedError(
+                "it writes to a tensor of which it holds other parts, and which it has made without a `device`",
+                "make it on the device of what is written to it, as by `device=x.device`",
+            )
+        base = self._meta_copy(whole)
+        with self:
+            return torch.as_strided(base, part.shape, part.stride(), offset)
+
+    def is_redrawn(self, tensor: Tensor) -> bool:
+        """Whether a real tensor's numbers aren't what they would be in a call, as the run has written to it."""
+        return bool(self._redrawn) and not tensor.is_meta and storage_key(tensor) in self._redrawn
+
+    def _redraw(self, tensor: Tensor) -> None:
+        """Take a real tensor, and all others in its memory, for no constants from here on."""
+        if tensor.is_meta or self.is_redrawn(tensor):
+            return
+        whole = tensor if tensor._base is None else tensor._base
+        self._meta_copy(whole)
+        self._redrawn[storage_key(whole)] = whole
+        for other in self._alive:  # what stands for a part has to be one of what stands for the whole
+            if other is not whole and self.is_redrawn(other):
+                self._meta_copies.pop(id(other), None)
+
     def _drawing(
         self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any], operands: list[Tensor]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of an operation that draws by constants, on `meta`; what it writes to is no constant then."""
+        if _traits(func)[0]:
+            self._redraw(operands[0])
         args, keywords = self._constants_to_meta(args, keywords)
         if _traits(func)[0]:
-            self._redrawn.add(id(operands[0]))
             written = self.value_of(args[0])
             self.values[written] = replace(self.values[written], numbers=None)  # it reads none of them
         return args, keywords
@@ -782,6 +819,12 @@ def _location_at(file: str, line: int) -> Location:
 
 def _written_tensors(positions: Iterable[int], args: tuple[Any, ...]) -> list[Tensor]:
     return _tensors(args[position] for position in positions if position < len(args))
+
+
+def _written_by(func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operation writes to."""
+    names, written = schema_argument_names(func), _traits(func)[0]
+    return [*_written_tensors(written, args), *_tensors(keywords[names[n]] for n in written if names[n] in keywords)]
 
 
 def _grouped_product(args: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
