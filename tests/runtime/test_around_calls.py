@@ -54,31 +54,6 @@ class Recorded(Body):
         return h.softmax(-1) if h.requires_grad else h.relu()
 
 
-class Wanted(Body):
-    """Goes by whether its argument wants a gradient."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)
-        return self.down(h.softmax(-1) if x.requires_grad else h.relu())
-
-
-def test_what_wants_a_gradient_is_no_secret_of_calls_without_any() -> None:
-    stock = made(Wanted)
-    (x,), _ = call()
-
-    def work(model: nn.Module, _: CallGuard) -> list[Tensor]:
-        with torch.no_grad():
-            found = [model(x), model(x)]
-            with pytest.raises(tpplan.UnprovedCallError, match="TP131"):
-                model(x.clone().requires_grad_())
-            return [*found, model(x)]
-
-    with torch.no_grad():
-        expected = stock(x)
-    for found in on_ranks(stock, PLAN, 2, call(), work):
-        torch.testing.assert_close(found, [expected] * 3, rtol=0, atol=TOLERANCE)
-
-
 class InnerGradient(Body):
     def middle(self, h: Tensor) -> Tensor:
         with torch.enable_grad():

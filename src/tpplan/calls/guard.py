@@ -83,6 +83,7 @@ from tpplan.runtime.communicator import ProcessGroupCommunicator
 from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.reshard import UnevenShardError
 from tpplan.runtime.watched import WatchedCall
+from tpplan.state.ambient import RECORDING, settings_now, told_of_call
 from tpplan.state.parts import UnseenError
 
 _NOTHING = Asked()
@@ -217,7 +218,7 @@ class CallGuard:
         self._look()
         repeats = not (self._asks_tensors or self._wrote or torch.is_grad_enabled()) and self._lockstep is None
         if repeats and not has_left():
-            known = self._repeats.find((training, self._modes, self.state), arguments, keywords)
+            known = self._repeats.find(self._around(training), arguments, keywords)
             if known is not None:
                 return known, None
         call, decision = self._decide(training, arguments, keywords)
@@ -236,7 +237,7 @@ class CallGuard:
             if repeats and settled and not self._steering.is_known(decision.plain):
                 # Whether a sequence is odd is part of a key, but of calls that continue a cache.
                 holds = self._proofs.conditions(key) if call.parts or not self._sequence_dims else None
-                self._repeats.note((training, self._modes, self.state), arguments, keywords, proof.program, holds)
+                self._repeats.note(self._around(training), arguments, keywords, proof.program, holds)
             return proof.program, None
         self._require_alike(call, key.kind)
         passed = Passed(arguments, keywords)
@@ -244,6 +245,10 @@ class CallGuard:
             before = with_tensors(call.arguments, call.keywords, self._names, lambda _, tensor: tensor)
             call = Call(training, *before, call.parts)
         return proof.program, functools.partial(GuardedCall, self, call, decision, passed)
+
+    def _around(self, training: bool) -> tuple[object, ...]:
+        """What counts of a call besides its arguments."""
+        return training, self._modes, self.state, *settings_now(self._asked.settings)
 
     def _look(self) -> None:
         """Follow what was changed since the last call."""
@@ -267,6 +272,11 @@ class CallGuard:
     def _asks_tensors(self) -> bool:
         """Whether bodies ask for more of tensors than their sizes, dtypes and numbers."""
         return bool(self._asked.memory or self._asked.flags)
+
+    @property
+    def _asks_recording(self) -> bool:
+        """Whether bodies ask if autograd records, or take another way where it doesn't."""
+        return RECORDING in self._asked.settings
 
     def _leaned_on(self, written: Sequence[Written], before: int, now: int) -> bool:
         """Whether proofs lean on what the call has written that ran last; those that don't hold in its state, too."""
@@ -305,12 +315,12 @@ class CallGuard:
                     raised = error if raised is None else raised
                     raise raised from raised.__cause__
                 return self._decide(training, arguments, keywords)
+            plain = self._key(call)  # what the call asks for, and keeps, is known by now
             key = self._steering.note(plain, compiled.facts)
             if self._steering.count(plain) == _MANY:
                 warnings.warn(_TP186, stacklevel=3)
             self._paths.note(key.kind, proof, compiled)
             self._paths.of(key.kind).begin_again(proof, key.kind)
-            key = self._key(call)._replace(kind=key.kind)  # what the call keeps is known by now
             self._proofs.cover(key, proof, compiled, compiled.subject)
         return call, Decision(proof, key, plain)
 
@@ -426,9 +436,9 @@ class CallGuard:
 
     def asks_recording(self) -> bool:
         """Let calls that autograd doesn't record be proved as such from now on; whether that is new."""
-        if torch.is_grad_enabled() or self._asked.recording:
+        if torch.is_grad_enabled() or self._asks_recording:
             return False
-        self._asked |= Asked(recording=True)
+        self._asked |= Asked(settings=frozenset((RECORDING,)))
         self._repeats.forget()
         return True
 
@@ -540,7 +550,8 @@ class CallGuard:
 
     def _answers(self, call: Call) -> Iterator[object]:
         """What bodies are told that ask for more than the rest of a key has."""
-        if self._asked.recording and not torch.is_grad_enabled():
+        yield settings_now(sorted(self._asked.settings))
+        if self._asks_recording and not torch.is_grad_enabled():
             yield tuple(t.requires_grad for _, t in tensors_of(call.arguments, call.keywords, self._names))
         for method in sorted(self._asked.memory):
             called = tensors_of(call.arguments, call.keywords, self._names)
@@ -565,7 +576,7 @@ class CallGuard:
         found: Cover | None = None
         if self._changes is not None:
             self._changes.follow()
-        with suppress(NotCoveredError), ambience(self.followed_hooks()):
+        with suppress(NotCoveredError), told_of_call(), ambience(self.followed_hooks()):
             found = cover(subject, self._read.sizes, self._rank)
         if self._axis is not None:
             shown = None if found is None else found.conditions
@@ -612,15 +623,17 @@ class CallGuard:
             shape = self._left.whole_shape(path, tensor, parts)
             return on_meta(path, tensor, shape) if shape is not None else with_numbers(path, tensor)
 
+        wanted = self._asks_recording or torch.is_grad_enabled()
         try:
-            example = with_tensors(*without_opaque(call.arguments, call.keywords), self._names, whole)
+            with torch.set_grad_enabled(wanted):  # without a record, a tensor may still say that it requires grad
+                example = with_tensors(*without_opaque(call.arguments, call.keywords), self._names, whole)
         except WrapperError as error:
             raise UnprovedCallError(f"{self._headline(call)}: {error}\n  help: {_OF_CACHES}") from error
         size, training = self.main.program.size, call.training
         request = Request(
             self._stock, base.plan, size, *example, training, True, parts, taken, self._members, self._device,
             values=self._steering.is_known(self._key(call)), replays=replays,
-            records=torch.is_grad_enabled() or not self._asked.recording,
+            records=torch.is_grad_enabled() or not self._asks_recording,
         )  # fmt: skip
         try:
             compiled = self._compiled(lambda: compile_call(request))
@@ -629,6 +642,10 @@ class CallGuard:
             raise UnprovedCallError(f"{self._headline(call)}: it can't be proved\n{error}{advice}") from error
         program = compiled.program
         self._wrote |= compiled.writes
+        if not compiled.asked.settings <= self._asked.settings:
+            self._asked |= compiled.asked
+            if self._asks_recording and request.records and not torch.is_grad_enabled():
+                return self._proved(call, base, first, taken, replays)
         self._asked |= compiled.asked
         there = (*(() if first is None else (first,)), base, *self._proofs)
         known = next((p for p in there if p.plan is base.plan and covers(p.program, compiled)), None)
@@ -690,7 +707,7 @@ class CallGuard:
         if self._changes is not None:
             self._changes.follow()
         try:
-            with ambience(self.followed_hooks()):
+            with told_of_call(), ambience(self.followed_hooks()):
                 compiled = compile_it()
         except Exception as raised:  # whatever a rank fails with, the others must not wait for it
             error = raised

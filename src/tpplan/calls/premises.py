@@ -100,6 +100,8 @@ def _modes(compiled: Compiled) -> Iterator[Premise]:
     yield Premise("mode", f"the model is in {'training' if compiled.program.training else 'evaluation'}")
     yield Premise("mode", f"the default dtype is {torch.get_default_dtype()}")
     yield Premise("mode", "autocast is as it is now, as are deterministic algorithms and the recording of gradients")
+    for name in sorted(compiled.asked.settings):
+        yield Premise("mode", f"`torch.{name}` says the same")
 
 
 def _state(compiled: Compiled) -> Iterator[Premise]:

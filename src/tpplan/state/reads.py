@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tpplan.state.ambient import without_noting
 from tpplan.state.content import Identity, Reader, Value
 from tpplan.state.parts import PLAIN, Names, UnseenError, functions_in, is_library, is_premise, names_in
 
@@ -191,6 +192,7 @@ def function_content(space: ModuleType | type, held: Any) -> object:
     Raises:
         UnseenError: a method of `Tensor` was replaced, which torch calls once more under a function mode.
     """
+    held = without_noting(held)
     is_users = isinstance(held, (FunctionType, MethodType)) and not is_library(held.__module__)
     if is_users and space is torch.Tensor:
         raise UnseenError("a function in place of torch's, which torch's function modes call twice")

@@ -281,15 +281,15 @@ class Asked:
     Attributes:
         memory: the methods by which they ask how tensors lie in memory.
         flags: the parameters of which they ask whether these require grad.
-        recording: whether they ask if autograd records, or take another way where it doesn't.
+        settings: of torch, that they ask for; see `state/ambient`.
     """
 
     memory: frozenset[str] = frozenset()
     flags: frozenset[str] = frozenset()
-    recording: bool = False
+    settings: frozenset[str] = frozenset()
 
     def __or__(self, other: Asked) -> Asked:
-        return Asked(self.memory | other.memory, self.flags | other.flags, self.recording or other.recording)
+        return Asked(self.memory | other.memory, self.flags | other.flags, self.settings | other.settings)
 
 
 @dataclass(frozen=True, slots=True)

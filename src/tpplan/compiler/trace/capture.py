@@ -55,6 +55,7 @@ from tpplan.compiler.trace.skeleton import Skeleton
 from tpplan.compiler.trace.state import Slot, changes, slots_of, told
 from tpplan.compiler.trace.surroundings import Surroundings, cached_tensors
 from tpplan.compiler.trace.wrapped import Wrapped
+from tpplan.state.ambient import noting_settings
 
 _TABLES = frozenset(("_parameters", "_buffers", "_modules"))
 
@@ -275,6 +276,7 @@ def _record(
         with (
             noting_modules(modules, placed), without_collection(), nothing_compiled(), recorder,
             ConstantWatcher(recorder), torch.set_grad_enabled(recorder.records), without_packing(),
+            noting_settings(recorder.asked_settings, around.files),
             warnings.catch_warnings(), recorder.chances.followed(recorder.compared),
         ):  # fmt: skip
             warnings.simplefilter("ignore")
@@ -376,7 +378,7 @@ def _record(
         Asked(
             frozenset(recorder.asked_memory),
             frozenset(name for value in recorder.asked_flags for name in parameters.get(value, ())[:1]),
-            recorder.asked_recording,
+            frozenset(recorder.asked_settings),
         ),
         recorder.reducing,
         frozenset(in_objects),

@@ -30,6 +30,7 @@ from tpplan.compiler.trace.hooks import note_tensor_hook
 from tpplan.compiler.trace.inner_gradient import record_gradient
 from tpplan.compiler.trace.noted import UnfollowedError
 from tpplan.compiler.trace.recorder import Recorder
+from tpplan.state.ambient import RECORDING
 
 _SET_DATA: Any = Tensor.data.__set__  # pyright: ignore
 _GRADIENT_FUNCTION: Any = Tensor.grad_fn.__get__  # pyright: ignore
@@ -167,6 +168,11 @@ class ConstantWatcher(TorchFunctionMode):
             raise UnfollowedError(
                 "it assigns to a parameter's `.data`", "write to the parameter under `torch.no_grad()` instead"
             )
+        if func is Tensor.is_inference and step_of(func):
+            raise UnfollowedError(
+                "it reads `is_inference()` of a tensor, of which a proof knows nothing",
+                "ask for `torch.is_inference_mode_enabled()` instead",
+            )
         if func in _AUTOGRADS_OWN or func in _MEMORYS_OWN:
             self._refuse_state(func, args[0])
         elif func in _STRIDES:
@@ -174,7 +180,7 @@ class ConstantWatcher(TorchFunctionMode):
         elif func == _REQUIRES_GRAD and isinstance(args[0], nn.Parameter):
             self._recorder.asked_flags.add(self._recorder.value_of(args[0]))
         elif func == _REQUIRES_GRAD and step_of(func):
-            self._recorder.asked_recording = True
+            self._recorder.asked_settings.add(RECORDING)
         if func in _HOOKS:
             note_tensor_hook(self._recorder, *args, **keywords, accumulated=_HOOKS[func])
         if func is Tensor.to or (keywords and keywords.get("device") is not None):

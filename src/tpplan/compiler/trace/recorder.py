@@ -151,7 +151,7 @@ class Recorder(RecordingMode):
         self.takes_gradients = False
         self.asked_memory: set[str] = set()  # methods by which a body asks how a tensor lies in memory
         self.asked_flags: set[int] = set()  # parameters whose `requires_grad` a body reads
-        self.asked_recording = False  # whether a body reads `requires_grad` of another tensor
+        self.asked_settings: set[str] = set()  # of torch, which bodies ask for
         self.twice = False  # whether a gradient is taken that is differentiated again
         self.whole = True  # whether autograd's record reaches across modules, as no reshard cuts it
         self.unused: dict[tuple[str, int, int], list[bool]] = {}  # of inner gradients: which are None

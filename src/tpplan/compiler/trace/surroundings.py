@@ -80,9 +80,7 @@ class Surroundings:
         self.spaces = [*_spaces(own, model)]
         self.caches = {id(cache): cache for cache in (*_caches_of(self.spaces), *_caches_in(model))}
         self._entries = {key: cache.cache_info() for key, cache in self.caches.items()}
-        self._files = frozenset(
-            space.holder.__name__ for _, space in self.spaces if isinstance(space.holder, ModuleType)
-        )
+        self._files = frozenset(module.__name__ for module in self.files)
         self._kinds: dict[type, bool] = {}
         self._bound = [(space, self.values(space)) for _, space in self.spaces]
         self._contents: dict[int, tuple[Any, Any]] = {}
@@ -196,6 +194,11 @@ class Surroundings:
             and cache.cache_info().hits > self._entries[key].hits
             and any(not tensor.is_meta for tensor in cached_tensors(cache))
         ]
+
+    @property
+    def files(self) -> list[ModuleType]:
+        """The modules of Python that the model's code comes from."""
+        return [space.holder for _, space in self.spaces if isinstance(space.holder, ModuleType)]
 
     def touched(self) -> list[Cache]:
         """Caches into which the run has put something."""
