@@ -58,6 +58,8 @@ BUGS = (
         "found: list[object] = [training, *more,", "found: list[object] = [*more,", _GUARD),
     Bug("the guard forgets autocast", "calls/key.py",
         ", *map(_autocast, self.devices)]", "]", _GUARD),
+    Bug("an object in a tuple has no argument's name", "compiler/trace/capture.py",
+        "else (name,) if name in names else ()", "else ()", ("runtime/test_whole_caches.py",)),
     Bug("the guard forgets settings that bodies ask for", "calls/guard.py",
         "yield settings_now(sorted(self._asked.settings))", "pass", ("runtime/test_ambient.py",)),
     Bug("a form forgets settings that bodies ask for", "calls/guard.py",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tpplan
-from tests.caching import passing
+from tests.caching import cache_name, passing
 from tests.marking import slow_but
 from tests.runtime.simulated import on_ranks
 from tests.runtime.test_caches import made_whole, tiny, tokens
@@ -136,4 +136,31 @@ def test_a_cache_that_a_module_inside_has_filled_serves_the_model(name: str, ran
 
     expected = generated(stock)
     for found in on_ranks(stock, f"plans/{name}.yaml", ranks, ((), example), lambda m, _: generated(m.eval())):
+        torch.testing.assert_close(found, expected)
+
+
+def in_tuples(model: Any, first: Any, keyword: str) -> list[Tensor]:
+    """Logits of a prompt and of the tokens behind it, each called with the cache in the tuple before."""
+    found: list[Tensor] = []
+    cache, ids = first, tokens(2, 6)
+    with torch.no_grad():
+        for number in range(4):
+            logits, cache = model(ids, **({} if cache is None else {keyword: cache}), use_cache=True, return_dict=False)
+            found.append(logits)
+            ids = tokens(2, 1, number)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("passes", ["none", "one"])
+@pytest.mark.parametrize("keyword", ["its own", "past_key_values"])
+def test_a_cache_in_a_tuple_is_for_the_next_call(keyword: str, passes: str) -> None:
+    stock, example = tiny("llama")
+    keyword = cache_name(stock) if keyword == "its own" else keyword
+
+    def work(model: Any, _: object) -> list[Tensor]:
+        return in_tuples(model.eval(), None if passes == "none" else dynamic(stock.config), keyword)
+
+    expected = work(stock, None)
+    for found in on_ranks(stock, "plans/llama.yaml", RANKS, ((), example), work):
         torch.testing.assert_close(found, expected)

@@ -123,9 +123,10 @@ class Capture:
     """One recording under way.
 
     `results` keeps what each module call returned, for runs that stand in for it; `arguments`, where it isn't None,
-    what each was called with; `heard` is the steps of the run, if the recorder listens;
-    `sequel` says whether later calls run other operations, and whether each of them changes state; `leaves`
-    whether to look for what the run leaves behind; `weights` are arguments that follow from parameters alone, by path.
+    what each was called with; `named` the objects that modules were passed, by id, with the arguments' names; `heard`
+    is the steps of the run, if the recorder listens; `sequel` says whether later calls run other operations, and
+    whether each of them changes state; `leaves` whether to look for what the run leaves behind; `weights` are arguments
+    that follow from parameters alone, by path.
     """
 
     recorder: Recorder
@@ -135,6 +136,7 @@ class Capture:
     failed: Frame | None = None
     heard: Heard | None = None
     arguments: dict[tuple[str, int], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+    named: dict[int, tuple[str, object]] = field(default_factory=dict[int, tuple[str, object]])
     sequel: Sequel = field(default_factory=lambda: Sequel(False, False))
     leaves: bool = True
     weights: Collection[Path] = ()
@@ -334,7 +336,8 @@ def _record(
         for path, tensor in tensors_of(*example, called)
         if (value := wrapped.held_value(tensor)) is not None and value != inputs.get(path)
     }
-    in_objects = _in_objects(example, called) | dict(_returned(state, _passed_on(skeleton.model, called)))
+    passed = _passed_on(skeleton.model, called) | example[1].keys()
+    in_objects = _in_objects(example, called) | dict(_returned(state, passed))
     left |= {path: value for path, tensor in in_objects.items() if (value := wrapped.held_value(tensor)) is not None}
     left = {path: value for path, value in left.items() if value != inputs.get(path)}
     foreign = {
@@ -344,7 +347,7 @@ def _record(
         for value in (*backward.inputs, *backward.outputs, *backward.saved)
         if value is not None
     }
-    hidden = dict(_hidden(state, wrapped, _passed_on(skeleton.model, called)))
+    hidden = dict(_hidden(state, wrapped, passed))
     kept_values = recorder.effects.union(kept, left.values(), hidden, foreign, recorder.tested)
     root = wrapped.settled(root)
     live = without_dead_operations(root, kept_values)
@@ -486,18 +489,28 @@ def _in_objects(call: tuple[tuple[Any, ...], dict[str, Any]], names: Sequence[st
     return {path: tensor for path, tensor in tensors_of(*call, names) if path not in plain}
 
 
-def _returned(state: Capture, names: Collection[str]) -> Iterator[tuple[Path, Tensor]]:
-    """Tensors in objects among the results that go by an argument's name, such as a cache, and so will be passed."""
+def _objects(state: Capture, names: Collection[str]) -> Iterator[tuple[Path, object]]:
+    """What is no container among the results, with the path by which a call would pass it; () if it wouldn't.
+
+    An object that goes by an argument's name, such as a cache, is for a later call to be passed. In a tuple it has the
+    name by which modules were passed it.
+    """
     for path, held in leaves(state.results["", 0]):
-        if path[:1] in {(name,) for name in names} and is_object(held):
+        if not (isinstance(held, Tensor) or is_plain(held)):
+            name = state.named.get(id(held), ("",))[0]
+            yield path if path[:1] in {(each,) for each in names} else (name,) if name in names else (), held
+
+
+def _returned(state: Capture, names: Collection[str]) -> Iterator[tuple[Path, Tensor]]:
+    """Tensors in objects among the results that will be passed."""
+    for path, held in _objects(state, names):
+        if path and is_object(held):
             yield from tensors_in(held, path, objects=True)
 
 
 def _hidden(state: Capture, wrapped: Wrapped, names: Collection[str]) -> Iterator[tuple[int, str]]:
-    """Values in objects among the results; one that goes by an argument's name, a cache, is for a later call."""
-    for path, held in leaves(state.results["", 0]):
-        if isinstance(held, Tensor) or is_plain(held) or path[:1] in {(name,) for name in names}:
-            continue
+    """Values in other objects among the results."""
+    for held in (held for path, held in _objects(state, names) if not path):
         for _, tensor in hidden_tensors(held):
             value = wrapped.held_value(tensor)
             if value is not None:
@@ -558,6 +571,9 @@ def _record_call(
     state.calls[name] = call + 1
     if state.arguments is not None:
         state.arguments[name, call] = (args, kwargs)
+    for at, held in (*zip(names, args, strict=False), *kwargs.items()):
+        if is_object(held):
+            state.named.setdefault(id(held), (at, held))
     inward = _Crosser(recorder, False, None if boundary is None else functools.partial(boundary.enter, name, call))
     inner_args = tuple(inward(arg, (names[i] if i < len(names) else f"*{i}",)) for i, arg in enumerate(args))
     inner_kwargs = {key: inward(arg, (key,)) for key, arg in kwargs.items()}
