@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import tpplan
-from tests.runtime.simulated import Call, Change, on_ranks, stepped, worst
+from tests.runtime.simulated import Call, Change, on_ranks, plan_of, stepped, worst
 from tests.runtime.test_ambience import Functions
 from tpplan.calls.guard import CallGuard
 from tpplan.compat import local_of
+from tpplan.compiler.request import Request
+from tpplan.rehearsal.prove import prove
 
 TOLERANCE = 1e-12
 PLAN = {"up": "colwise", "down": "rowwise"}
@@ -52,6 +55,21 @@ class Recorded(Body):
     def middle(self, h: Tensor) -> Tensor:
         h = h * 1.5 if torch.is_grad_enabled() else h
         return h.softmax(-1) if h.requires_grad else h.relu()
+
+
+class Offloading(Body):
+    """Keeps what its backward reads on the CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with save_on_cpu():
+            h = self.up(x)
+            return self.down(h.tanh() * h.sigmoid())
+
+
+def test_a_body_may_keep_on_the_cpu_what_its_backward_reads() -> None:
+    stock = made(Offloading)
+    prove(Request(stock, plan_of(PLAN), 2, *call()))
+    assert max(worst(stock, PLAN, 2, call(), [call(), call(12)])) < TOLERANCE
 
 
 class InnerGradient(Body):

@@ -326,6 +326,8 @@ class Recorder(RecordingMode):
             return self.count_of_calls()
         if func is torch.ops.aten._embedding_bag_forward_only.default:  # of a frozen table; it computes the same
             func = torch.ops.aten._embedding_bag.default
+        if func is torch.ops.aten._to_copy.default and packs_saved_tensors(True) is not None:
+            keywords = {**keywords, "device": None}  # `save_on_cpu`, of what has no numbers to save
         if _is_written_out(func, self._inside_kernel):
             return self._written_out(func, args, keywords)
         operands = _tensors((*args, *keywords.values()))
@@ -495,8 +497,8 @@ class Recorder(RecordingMode):
         """The result, and each item of it with its geometry, where it is a tensor."""
         if not memoise:
             return _with_geometry(func(*args, **keywords))
-        if func is torch.ops.aten._grouped_mm.default:
-            return _with_geometry(_grouped_product(args, keywords))
+        if func in _SHAPES:
+            return _with_geometry(_SHAPES[func](*args, **keywords))
         try:
             key = (func, _default_dtype(), *map(_geometry, args), *[(n, _geometry(a)) for n, a in keywords.items()])
             known = _known_results.get(key)
@@ -827,7 +829,7 @@ def _written_by(func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any
     return [*_written_tensors(written, args), *_tensors(keywords[names[n]] for n in written if names[n] in keywords)]
 
 
-def _grouped_product(args: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
+def _grouped_product(*args: Any, **keywords: Any) -> Tensor:
     """The product of grouped rows. On meta tensors torch takes bfloat16 alone, elsewhere float32 as well."""
     rows, matrices = args[:2]
     ends = keywords.get("offs", args[2] if len(args) > 2 else None)
@@ -839,6 +841,26 @@ def _grouped_product(args: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
     coarse = tuple(a.to(torch.bfloat16) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
     made = torch.ops.aten._grouped_mm.default(*coarse, **keywords)
     return torch.empty_strided(made.shape, made.stride(), dtype=rows.dtype, device="meta")
+
+
+def _aligned_losses(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """A loss for each sequence, and what its backward reads, of which the last dim is twice the longest target."""
+    length, batch = log_probs.shape[:2]
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, length, 2 * targets.shape[-1] + 1)
+
+
+def _aligned_losses_gradient(gradient: Tensor, log_probs: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(log_probs)
+
+
+# Operators of which torch has no shapes, or not for all dtypes.
+_SHAPES: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._grouped_mm.default: _grouped_product,
+    torch.ops.aten._ctc_loss.default: _aligned_losses,
+    torch.ops.aten._ctc_loss.Tensor: _aligned_losses,
+    torch.ops.aten._ctc_loss_backward.default: _aligned_losses_gradient,
+    torch.ops.aten._ctc_loss_backward.Tensor: _aligned_losses_gradient,
+}
 
 
 class AlignmentError(RuntimeError):
