@@ -222,9 +222,8 @@ def packing(x: Tensor) -> Tensor:
     return nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True).data
 
 
-def losing(x: Tensor) -> Tensor:
-    ends = torch.full(x.shape[:1], 3)
-    return nn.functional.ctc_loss(x.transpose(0, 1).log_softmax(-1), torch.ones(len(x), 3).long(), 2 * ends, ends)
+def counting(x: Tensor) -> Tensor:
+    return torch.histogram(x, 5).hist
 
 
 class Ending(nn.Module):
@@ -240,7 +239,7 @@ class Ending(nn.Module):
     ("end", "told", "way_out"),
     [
         (packing, "the model packs sequences", "padded batch"),
-        (losing, "calls `aten::_ctc_loss", "outside of the model"),
+        (counting, "calls `aten::histogram", "outside of the model"),
     ],
 )
 def test_what_cannot_run_on_shapes_is_told(end: Callable[[Tensor], Tensor], told: str, way_out: str) -> None:
