@@ -16,7 +16,7 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -147,7 +147,7 @@ class CallGuard:
         self._contents = contents(arguments, keywords, self._names)
         self._axis = axis
         self._device = torch.device(program.device)
-        self._proofs = Proofs(Proof(plan, program), self._cover)
+        self._proofs = Proofs(Proof(plan, program, results={*compiled.results}), self._cover)
         self._whole: Proof | None = None
         self._alone: dict[int, Proof] = {}
         self._sequence_dims = program.sequence_dims
@@ -284,6 +284,10 @@ class CallGuard:
         kinds = self._proofs.carry(None if raised else self._ran, written, before, now)
         self._paths.carry(kinds or (), now)
         return kinds is not None
+
+    def results_of(self, program: Program) -> Collection[Path]:
+        """See `Guard`."""
+        return next((proof.results for proof in self._proofs if proof.program is program), ())
 
     @property
     def state(self) -> int:
@@ -654,6 +658,7 @@ class CallGuard:
             known = Proof(base.plan, program)
             self._proofs.add(known)
             self._flattens |= _splits_rows(program)
+        known.results |= compiled.results
         self._left.note(program, told=False)
         return known, compiled
 
@@ -739,15 +744,16 @@ class CallGuard:
             self._stock, plan, main.size, *self._example, main.training, members=self._members, device=self._device
         )
         try:
-            program = self._compiled(lambda: compile_call(request)).program
+            compiled = self._compiled(lambda: compile_call(request))
         except CompileError as error:
             raise UnevenShardError(f"{_TP118}, and the plan can't be compiled without `sequence`\n{error}") from error
+        program = compiled.program
         other = placement_difference(main, program)
         if other:
             raise UnevenShardError(
                 f"{_TP118}, and without `sequence` {other}\n  help: pad the sequence to a multiple of {main.size}"
             )
-        return Proof(plan, program)
+        return Proof(plan, program, results={*compiled.results})
 
     def _follow_thawed(self) -> None:
         """Have calls proved anew that are to give gradients to parameters which were frozen in their proofs.

@@ -37,11 +37,13 @@ class Proof:
     Attributes:
         plan, program: what was compiled.
         met: the kinds of calls that have run by it.
+        results: where the calls that were proved to run by it return tensors.
     """
 
     plan: Plan
     program: Program
     met: set[Kind] = field(default_factory=set[Kind])
+    results: set[Path] = field(default_factory=set[Path])
 
 
 class Proofs:

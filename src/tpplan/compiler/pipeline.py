@@ -43,6 +43,7 @@ from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.facts import Facts
 from tpplan.compiler.ir.layout import Features
 from tpplan.compiler.ir.program import Program
+from tpplan.compiler.ir.pytree import tensors_in
 from tpplan.compiler.ir.steps import Stream
 from tpplan.compiler.ir.trace import Asked, Assumption, Operation, Path, Sides, Trace
 from tpplan.compiler.later import after_a_call, before_any_call, refuse_difference
@@ -85,6 +86,7 @@ class Compiled:
         drawn, draws_unseen, tests: see `Trace`.
         idle: the places that each call changes, and by which it steers nothing; see `Sequel`.
         untried: the rules that couldn't be tried where this was compiled.
+        results: where the call returns tensors.
         reads: the names by which bodies ask their modules for something, and those of functions that their code reads.
     """
 
@@ -107,6 +109,7 @@ class Compiled:
     tests: Sides = field(default_factory=Sides)
     idle: frozenset[str] = frozenset()
     untried: tuple[Trial, ...] = ()
+    results: frozenset[Path] = frozenset()
     reads: frozenset[str] = frozenset((ANYTHING,))
 
     @property
@@ -158,7 +161,7 @@ def _compiled(request: Request) -> Compiled:
                 refuse_difference(compiled.program, first.program)
             except CompileError:  # it couldn't have been empty
                 return compiled
-        return replace(compiled, later=first.streams, subject=None)
+        return replace(compiled, later=first.streams, subject=None, results=compiled.results | first.results)
 
 
 def _compile_with_later(request: Request) -> Compiled:
@@ -174,7 +177,7 @@ def _compile_with_later(request: Request) -> Compiled:
         again = replace(again, captures=request.captures.where(("after", again.capture_settings(trace.training))))
         other, *_ = _compile(again)
     refuse_difference(compiled.program, other.program)
-    return replace(compiled, later=other.streams, subject=None)
+    return replace(compiled, later=other.streams, subject=None, results=compiled.results | other.results)
 
 
 def _compile_leniently(request: Request) -> tuple[Request, tuple[Compiled, Trace, Capture]]:
@@ -270,6 +273,7 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
         facts=trace.facts, wraps=trace.wraps, picking=trace.picking, subject=_subject(problem, solved.placed, program),
         called=_called(trace), drawn=trace.drawn, draws_unseen=trace.draws_unseen, tests=trace.tests,
         untried=tuple(trial for trial in untried.values() if trial is not None),
+        results=frozenset(path for path, _ in tensors_in(state.results["", 0])),
     )  # fmt: skip
     return compiled, trace, state
 

@@ -11,7 +11,7 @@ needn't fit into memory at once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tpplan.compat import WEIGHTS_LISTED, named_modules, own_buffers, own_parameters, weights_to_list
 from tpplan.compiler.bind.attributes import replaced_attribute
 from tpplan.compiler.ir.program import ParameterPlacement, Program
+from tpplan.compiler.ir.trace import Path
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.runtime.bodies import Prepared, prepare
 from tpplan.runtime.communicator import Communicator
@@ -67,6 +68,10 @@ class Guard(Protocol):
 
     def watch(self, model: nn.Module) -> None:
         """Follow the changes of a sharded model, from its state now."""
+        ...
+
+    def results_of(self, program: Program) -> Collection[Path]:
+        """The places at which the calls that were proved to run by a program return tensors, also of later proofs."""
         ...
 
     def require_alike_prompt(self, arguments: tuple[Any, ...], keywords: dict[str, Any], draws: bool) -> None:
@@ -409,9 +414,11 @@ class Variants:
     def put_in(self, prepared: tuple[Prepared, ...]) -> None:
         """Give modules what they need at run time, and set their attributes."""
         self._replaced = None
+        program = next(known for known, held in self._held if held is prepared)
         for held in prepared:
             if held.module is self._modules[""]:
                 held.runtime.guard = None if self._guard is None else self
+                held.runtime.results = None if self._guard is None else self._guard.results_of(program)
                 if held.runtime.direct is None:
                     known = {other.module: other.runtime for other in prepared}
                     others = [module for module in self._modules.values() if module is not held.module]

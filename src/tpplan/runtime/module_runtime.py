@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compiler.ir.pytree import replaced_at
+from tpplan.compiler.ir.trace import Path
 from tpplan.compiler.trace.preconditions import MARK
 from tpplan.runtime.class_scope import ClassBody
 from tpplan.runtime.communicator import Communicator
@@ -76,6 +77,7 @@ class ModuleRuntime:
         opened: for the root: the summed parameters, which are handed out at its start, in order.
         guard: for the root: called with the mode and the arguments of each call, to raise if it isn't proved, and to
             put the program in place that the call runs by; returns a watch over the call, if it has to be watched.
+        results: for the root: where its calls return tensors; None if nobody knows.
         context: for the root, where a reshard needs the batch size: where to note it.
         direct: for the root: forwards for plain calls that record no gradient.
         transposed: whether it is a linear layer whose weight is (inputs, outputs).
@@ -106,6 +108,7 @@ class ModuleRuntime:
     random: Randomness | None = None
     opened: tuple[tuple[nn.Module, str], ...] = ()
     guard: Callable[[bool, tuple[Any, ...], dict[str, Any]], WatchedCall | None] | None = None
+    results: Collection[Path] | None = None
     context: CallContext | None = None
     direct: Direct | None = None
     transposed: bool = False

@@ -25,6 +25,7 @@ from tpplan.compat import (
     without_function_modes,
     without_inference_kernels,
 )
+from tpplan.compiler.ir.pytree import NothingThereError
 from tpplan.plan import InternalError
 from tpplan.runtime.communicator import ProcessGroupCommunicator
 from tpplan.runtime.compiled import run_compiled, run_inside, runtime_of, trace_call, trace_root
@@ -35,6 +36,7 @@ from tpplan.runtime.module_runtime import RUNTIME, ModuleRuntime
 from tpplan.runtime.outside import serves, whole_arguments
 from tpplan.runtime.outside_calls import call_alone
 from tpplan.runtime.parameters import HandedOut
+from tpplan.runtime.results import UnlikeResultsError, refuse_unknown
 from tpplan.runtime.standalone import starts_alone
 from tpplan.runtime.watched import AGAIN
 from tpplan.runtime.writes import WRITES, Watched, Writes, stock_class
@@ -153,15 +155,18 @@ class ShardedRoot(ShardedModule):
         args, kwargs = whole_arguments(args, kwargs)
         if runs_backward():
             runtime_of(self).handed_out.recall(whole=True)
-        with behind_a_call():
-            return self._held_against_proofs(args, kwargs, compiler)
+        try:
+            with behind_a_call():
+                return self._held_against_proofs(args, kwargs, compiler)
+        except NothingThereError as error:
+            raise UnlikeResultsError(f"no tensor where its proof has one: {error}") from error
 
     def _held_against_proofs(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: object) -> Any:
         for _ in range(_ATTEMPTS):
             runtime: ModuleRuntime = self.__dict__[RUNTIME]
             watch = None if runtime.guard is None else runtime.guard(self.training, args, kwargs)
             if watch is None:
-                return self._run(args, kwargs, compiler)
+                return self._as_proved(self._run(args, kwargs, compiler))
             handed_out: HandedOut = self.__dict__[RUNTIME].handed_out
             handed_out.watched, handed_out.uncompiled = True, False
             try:
@@ -169,8 +174,14 @@ class ShardedRoot(ShardedModule):
             finally:
                 handed_out.watched = False
             if result is not AGAIN and not (handed_out.uncompiled and watch.repeat()):
-                return result
+                return self._as_proved(result)
         raise InternalError(f"a call still needed another program after {_ATTEMPTS} attempts")
+
+    def _as_proved(self, result: Any) -> Any:
+        known = self.__dict__[RUNTIME].results
+        if known is not None:
+            refuse_unknown(result, known)
+        return result
 
     def _get_name(self) -> str:
         """The stock class's name, by which transformers' Trainer tells what a model is."""

@@ -239,18 +239,22 @@ def leaves(held: Any, path: Path = (), objects: bool = False) -> Iterator[tuple[
     return iter(found)
 
 
+class NothingThereError(LookupError):
+    """A container has nothing at a path."""
+
+
 def replaced_at(held: Any, path: Path, change: Callable[[Tensor], Tensor]) -> Any:
     """`held` with the tensor at `path` changed; the containers on the way are copied.
 
     Raises:
-        LookupError: there is nothing at `path`.
+        NothingThereError: there is nothing at `path`.
     """
     if not path:
         return change(held) if isinstance(held, Tensor) else held
     key, rest = path[0], path[1:]
     items = children(held)
     if items is None or all(other != key for other, _ in items):
-        raise LookupError(f"a `{type(held).__name__}` has nothing at {key!r}")
+        raise NothingThereError(f"a `{type(held).__name__}` has nothing at {key!r}")
     return rebuilt(held, [replaced_at(item, rest, change) if other == key else item for other, item in items])
 
 
@@ -305,6 +309,7 @@ def _name(names: Sequence[str], position: int) -> str:
 
 
 __all__ = [
+    "NothingThereError",
     "Walk",
     "children",
     "has_own_state",
