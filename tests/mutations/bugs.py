@@ -59,7 +59,7 @@ BUGS = (
     Bug("the guard forgets autocast", "calls/key.py",
         ", *map(_autocast, self.devices)]", "]", _GUARD),
     Bug("a result that no proof has is returned", "runtime/results.py",
-        "if path not in known:", "if False:", ("runtime/test_results.py",)),
+        "if path not in self:", "if False:", ("runtime/test_results.py",)),
     Bug("results of further proofs aren't known", "calls/guard.py",
         "        known.results |= compiled.results\n", "", ("runtime/test_results.py",)),
     Bug("a result that is missing is an error of ours", "runtime/modules.py",

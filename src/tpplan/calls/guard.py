@@ -16,7 +16,7 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -82,6 +82,7 @@ from tpplan.runtime.board import exchange, has_left
 from tpplan.runtime.communicator import ProcessGroupCommunicator
 from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.reshard import UnevenShardError
+from tpplan.runtime.results import Results
 from tpplan.runtime.watched import WatchedCall
 from tpplan.state.ambient import RECORDING, settings_now, told_of_call
 from tpplan.state.parts import UnseenError
@@ -147,7 +148,7 @@ class CallGuard:
         self._contents = contents(arguments, keywords, self._names)
         self._axis = axis
         self._device = torch.device(program.device)
-        self._proofs = Proofs(Proof(plan, program, results={*compiled.results}), self._cover)
+        self._proofs = Proofs(Proof(plan, program, results=Results(compiled.results)), self._cover)
         self._whole: Proof | None = None
         self._alone: dict[int, Proof] = {}
         self._sequence_dims = program.sequence_dims
@@ -285,9 +286,9 @@ class CallGuard:
         self._paths.carry(kinds or (), now)
         return kinds is not None
 
-    def results_of(self, program: Program) -> Collection[Path]:
+    def results_of(self, program: Program) -> Results | None:
         """See `Guard`."""
-        return next((proof.results for proof in self._proofs if proof.program is program), ())
+        return next((proof.results for proof in self._proofs if proof.program is program), None)
 
     @property
     def state(self) -> int:
@@ -753,7 +754,7 @@ class CallGuard:
             raise UnevenShardError(
                 f"{_TP118}, and without `sequence` {other}\n  help: pad the sequence to a multiple of {main.size}"
             )
-        return Proof(plan, program, results={*compiled.results})
+        return Proof(plan, program, results=Results(compiled.results))
 
     def _follow_thawed(self) -> None:
         """Have calls proved anew that are to give gradients to parameters which were frozen in their proofs.

@@ -25,6 +25,7 @@ from tpplan.compiler.ir.program import (
 from tpplan.compiler.pipeline import Compiled
 from tpplan.parity.tree import Path
 from tpplan.plan import Plan
+from tpplan.runtime.results import Results
 
 _ANY_BATCH = -1
 _MOST = 4096  # sizes of one kind of call that are remembered to be covered
@@ -43,7 +44,7 @@ class Proof:
     plan: Plan
     program: Program
     met: set[Kind] = field(default_factory=set[Kind])
-    results: set[Path] = field(default_factory=set[Path])
+    results: Results = field(default_factory=Results)
 
 
 class Proofs:

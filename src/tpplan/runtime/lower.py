@@ -11,7 +11,7 @@ needn't fit into memory at once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from tpplan.compat import WEIGHTS_LISTED, named_modules, own_buffers, own_parameters, weights_to_list
 from tpplan.compiler.bind.attributes import replaced_attribute
 from tpplan.compiler.ir.program import ParameterPlacement, Program
-from tpplan.compiler.ir.trace import Path
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.runtime.bodies import Prepared, prepare
 from tpplan.runtime.communicator import Communicator
@@ -35,6 +34,7 @@ from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.placements import check_modules, follow
 from tpplan.runtime.pretrained import wrapper_class
 from tpplan.runtime.recent import Ran, RecentCalls, unknown
+from tpplan.runtime.results import Results
 from tpplan.runtime.state import take_parts
 from tpplan.runtime.swapped import replaces_body, swapped_class
 from tpplan.runtime.watched import WatchedCall
@@ -70,7 +70,7 @@ class Guard(Protocol):
         """Follow the changes of a sharded model, from its state now."""
         ...
 
-    def results_of(self, program: Program) -> Collection[Path]:
+    def results_of(self, program: Program) -> Results | None:
         """The places at which the calls that were proved to run by a program return tensors, also of later proofs."""
         ...
 

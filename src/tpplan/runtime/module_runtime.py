@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compiler.ir.pytree import replaced_at
-from tpplan.compiler.ir.trace import Path
 from tpplan.compiler.trace.preconditions import MARK
 from tpplan.runtime.class_scope import ClassBody
 from tpplan.runtime.communicator import Communicator
@@ -21,6 +20,7 @@ from tpplan.runtime.draws import Randomness
 from tpplan.runtime.kernels import Body, Fused
 from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.reshard import CallContext, Move, moves_values
+from tpplan.runtime.results import Results
 from tpplan.runtime.watched import WatchedCall
 
 Reader = Callable[[Tensor], Tensor]
@@ -108,7 +108,7 @@ class ModuleRuntime:
     random: Randomness | None = None
     opened: tuple[tuple[nn.Module, str], ...] = ()
     guard: Callable[[bool, tuple[Any, ...], dict[str, Any]], WatchedCall | None] | None = None
-    results: Collection[Path] | None = None
+    results: Results | None = None
     context: CallContext | None = None
     direct: Direct | None = None
     transposed: bool = False

@@ -36,7 +36,7 @@ from tpplan.runtime.module_runtime import RUNTIME, ModuleRuntime
 from tpplan.runtime.outside import serves, whole_arguments
 from tpplan.runtime.outside_calls import call_alone
 from tpplan.runtime.parameters import HandedOut
-from tpplan.runtime.results import UnlikeResultsError, refuse_unknown
+from tpplan.runtime.results import UnlikeResultsError
 from tpplan.runtime.standalone import starts_alone
 from tpplan.runtime.watched import AGAIN
 from tpplan.runtime.writes import WRITES, Watched, Writes, stock_class
@@ -180,7 +180,7 @@ class ShardedRoot(ShardedModule):
     def _as_proved(self, result: Any) -> Any:
         known = self.__dict__[RUNTIME].results
         if known is not None:
-            refuse_unknown(result, known)
+            known.refuse_others(result)
         return result
 
     def _get_name(self) -> str:
