@@ -418,11 +418,11 @@ class Propagator:
         )
 
     def _views_uneven(self, node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]) -> bool:
-        """Whether it is a view of a dim that the axis doesn't divide: DTensor's rules of views aren't made for that."""
+        """Whether it views a dim that the axis doesn't divide, or nothing: DTensor's rules of views aren't for that."""
         if not node.is_a("reshape"):
             return False
         held, shape = layouts[node.inputs[0]], values[node.inputs[0]].shape
-        return held.dim is not None and not held.is_even(shape[held.dim], self.size)
+        return held.dim is not None and (0 in shape or not held.is_even(shape[held.dim], self.size))
 
     def _packed(
         self, node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]

@@ -28,6 +28,9 @@ _LARGEST = 1 << 22
 def viewed(source: tuple[int, ...], target: tuple[int, ...], held: Layout, size: int, batch: int) -> Layout | None:
     """The layout after a view of `source` as `target`; None if a rank's elements are no part of the result."""
     assert held.dim is not None
+    if 0 in source:  # any part of nothing has the same elements
+        filled = _with_elements(source, target, size)
+        return viewed(*filled, held, size, batch or 1)
     last = held.dim + (1 if held.within else 0)
     group = _group(source, target, held.dim, last)
     if group is None:
@@ -43,6 +46,17 @@ def viewed(source: tuple[int, ...], target: tuple[int, ...], held: Layout, size:
             assert candidate.dim is not None
             return replace(candidate, dim=candidate.dim + first)
     return None
+
+
+def _with_elements(source: tuple[int, ...], target: tuple[int, ...], size: int) -> tuple[tuple[int, ...], ...]:
+    """The shapes of an empty tensor before and after a view, with numbers in place of 0 that let it be the same view.
+
+    (0, 32)   and   (0, 8, 32)   on 2 ranks   ->   (16, 32)   and   (2, 8, 32)
+    """
+    before, after = (math.prod(filter(None, shape)) for shape in (source, target))
+    common = math.gcd(before, after)
+    numbers = zip((source, target), (size * after // common, size * before // common), strict=True)
+    return tuple(tuple(n or (number if i == s.index(0) else 1) for i, n in enumerate(s)) for s, number in numbers)
 
 
 def _group(
