@@ -1,8 +1,14 @@
+import ast
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 
+import tpplan
 from tpplan.plan import CompileError, Diagnostic, InternalError, PlanError, Severity, TpplanError, check_plan
+from tpplan.plan.catalogue import CATALOGUE
+from tpplan.runtime.reshard import SecondDerivativeError
 
 
 def test_an_error_is_ordered_and_survives_another_process() -> None:
@@ -34,3 +40,35 @@ def test_the_severity_is_the_catalogue_s_unless_given() -> None:
 def test_a_code_outside_the_catalogue_is_refused() -> None:
     with pytest.raises(KeyError):
         Diagnostic("TP999", "x")
+
+
+def test_a_runtime_error_has_its_finding_as_data() -> None:
+    error = SecondDerivativeError()
+    (finding,) = error.diagnostics
+    assert (error.code, error.severity, finding.name) == ("TP138", Severity.ERROR, "second-derivative")
+    assert finding.help is not None and finding.help.startswith("take the gradient with")
+    assert str(error).startswith(f"{finding.title}: {finding.message}")
+    noted = TpplanError(
+        "TP176 lost-rank: a gather failed\n  help: look there\n  note: rank 1 has ended\n  note: at step 3"
+    )
+    assert noted.diagnostics[0].notes == ("rank 1 has ended", "at step 3")
+    assert InternalError("no layout").code == "TP199"
+    assert (TpplanError("a wrong argument").code, TpplanError("a wrong argument").diagnostics) == (None, ())
+
+
+def test_a_compile_error_has_the_code_of_its_first_error() -> None:
+    raised = CompileError([Diagnostic("TP104", "gathered"), Diagnostic("TP101", "no linear layer", subject="model.up")])
+    assert raised.code == "TP101" and len(raised.diagnostics) == 2
+
+
+def test_each_text_with_a_code_has_its_name() -> None:
+    """So that every error that is raised with such a text has its code as an attribute."""
+    package = Path(tpplan.__file__).parent
+    found = 0
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                for code, name in re.findall(r"\b(TP\d{3}) ([a-z]+(?:-[a-z]+)+): ", node.value):
+                    assert CATALOGUE[code].name == name, f"{path}: {code} is {CATALOGUE[code].name}"
+                    found += 1
+    assert found > 50
