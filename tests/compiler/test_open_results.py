@@ -13,7 +13,9 @@ from torch import Tensor, nn
 import tpplan
 from tpplan.compiler.ir.layout import REPLICATED, sharded
 from tpplan.compiler.ir.program import Program
-from tpplan.compiler.place.open_results import Option
+from tpplan.compiler.place.apart import apart
+from tpplan.compiler.place.entries import States
+from tpplan.compiler.place.open_results import OpenResults, Option
 from tpplan.compiler.place.place import Placer
 from tpplan.compiler.rules.propagate import Propagator
 from tpplan.cost.communication import NVLINK
@@ -205,3 +207,71 @@ def test_a_crowd_of_layouts_has_the_same_least_cost(sequence: bool, monkeypatch:
         parity = tpplan.verify(model, plan, 2, example)
         assert parity.ok and parity.collectives == parity.predicted
     assert len(digests) == 1
+
+
+class Scales(nn.Module):
+    """What it returns of each input has nothing to do with the other inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2)), nn.LayerNorm(WIDTH)
+
+    def forward(self, held: list[Tensor]) -> list[Tensor]:
+        held = [self.inner[number % 2](each) for number, each in enumerate(held)]
+        return [self.norm(each.relu() * 2).sigmoid() for each in held]
+
+
+class Pyramid(nn.Module):
+    """Scales that a layer each works on before they meet."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.scales = Scales()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.into = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+
+    def forward(self, held: list[Tensor]) -> Tensor:
+        scales = [into(each) for into, each in zip(self.into, self.scales(held), strict=True)]
+        met = scales[0].mean(1)
+        for each in scales[1:]:
+            met = met + each.mean(1)
+        return self.down(self.up(met).relu())
+
+
+def scaled(count: int) -> tuple[nn.Module, dict[str, Any], tuple[list[Tensor]]]:
+    torch.manual_seed(0)
+    held = [torch.randn(2, 2 * (number + 1), WIDTH, dtype=torch.float64, requires_grad=True) for number in range(count)]
+    rules = {"up": "colwise", "down": "rowwise", "scales.norm": "sequence", "into.*": "sequence"}
+    return Pyramid(count).double(), {"version": 1, "modules": rules}, (held,)
+
+
+@pytest.mark.one_in(2)
+def test_values_that_go_their_own_ways_get_the_layouts_that_they_got_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan, example = scaled(3)
+    digests: set[str] = set()
+    for crowded in (1, 10**9):
+        monkeypatch.setattr(importlib.import_module("tpplan.compiler.place.place"), "CROWDED", crowded)
+        digests.add(tpplan.compile_plan(model, plan, 2, example).digest)
+        parity = tpplan.verify(model, plan, 2, example)
+        assert parity.ok and parity.collectives == parity.predicted
+    assert len(digests) == 1
+
+
+def test_many_values_that_go_their_own_ways_take_no_longer() -> None:
+    model, plan, example = scaled(12)
+    parity = tpplan.verify(model, plan, 2, example)
+    assert parity.ok and parity.collectives == parity.predicted
+
+
+def test_a_value_goes_its_own_way_if_its_layouts_cost_the_same_beside_all_others() -> None:
+    together: States = {(x, y, z): ((10 * x + y * z, x), None) for x in (0, 1) for y in (0, 1) for z in (0, 1)}
+    results = OpenResults()
+    states = apart(together, results)
+    assert len(states) == 4
+    (opened,) = {state[0] for state in states}
+    assert [(option.code, option.cost) for option in results.options(opened)] == [(0, (0, 0)), (1, (10, 1))]
+    assert {state[1:]: cost for state, (cost, _) in states.items()} == {
+        (0, 0): (0, 0), (0, 1): (0, 0), (1, 0): (0, 0), (1, 1): (1, 0),
+    }  # fmt: skip
+    del together[1, 0, 0]
+    assert apart(together, results) == together

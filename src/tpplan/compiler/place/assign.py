@@ -25,6 +25,7 @@ from tpplan.compiler.place.solution import (
     Ran,
     Recurred,
     Solution,
+    settled,
 )
 from tpplan.compiler.rewrite.recognise import Norm
 from tpplan.compiler.rewrite.replay import recorded_body
@@ -199,7 +200,8 @@ class _Reader:
         self._parameters = parameters
         self._fixed: dict[int, list[tuple[int, Layout]]] = {}
         self._calls: dict[int, list[int]] = {}
-        self._choices: dict[int, list[Choice]] = {}
+        self._choices: dict[tuple[object, ...], list[Choice]] = {}
+        self._taken: dict[int, list[Choice]] = {}
 
     def read(self, instance: Instance, solution: Solution, inputs: tuple[Layout, ...]) -> None:
         region, values = instance.region, instance.values
@@ -212,7 +214,7 @@ class _Reader:
         self.assignment.frames.append(decided)
         children = dict(zip(self._calls[id(region)], instance.children, strict=True))
         fresh: set[tuple[int, Layout]] = set()
-        chosen = self._chosen(solution)
+        chosen = self._chosen(instance, solution)
         held.update((values[c.value], c.layout) for c in chosen if isinstance(c, Decided))  # before these are made
         for choice in chosen:
             if isinstance(choice, Ran):
@@ -301,11 +303,25 @@ class _Reader:
             ]
         return self._fixed[id(region)]
 
-    def _chosen(self, solution: Solution) -> list[Choice]:
-        if id(solution) not in self._choices:
+    def _chosen(self, instance: Instance, solution: Solution) -> list[Choice]:
+        """What was chosen, in the order of the body, where the caller has chosen the layouts of results left open."""
+        if id(solution) not in self._taken:
             assert solution.steps is not None
-            self._choices[id(solution)] = sorted(solution.steps.in_order(), key=_position)
-        return self._choices[id(solution)]
+            self._taken[id(solution)] = solution.steps.in_order()
+        taken, held = self._taken[id(solution)], self.assignment.layouts
+        left = taken[-1]
+        ways = left.ways if isinstance(left, Left) else ()
+        picked = [
+            held.setdefault(instance.values[boundary.target], next(iter(way)))
+            for boundary, way in zip(instance.region.exits, ways, strict=False)
+            if way
+        ]
+        key = (id(solution), *picked)
+        if key not in self._choices:
+            later = [way[layout] for way, layout in zip(filter(None, ways), picked, strict=True)]
+            choices = [*taken, *(choice for trail in later if trail is not None for choice in trail.in_order())]
+            self._choices[key] = sorted(settled(choices), key=_position)
+        return self._choices[key]
 
     def _note(self, numbers: frozenset[int], into: dict[str, list[str]], instance: Instance) -> None:
         for number in sorted(numbers) if numbers else ():

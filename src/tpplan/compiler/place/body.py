@@ -59,7 +59,8 @@ class Body:
         names: for each node, the values that the state before it is of; at last those at the end.
         leaving: for each node, the places in that state of values that one exit reads from there on and nothing else,
             if it leads out of the model, or is dead and kept; at last those at the end.
-        read: for each node, the places of its operands in that state; at last those of what leaves.
+        read: for each node, the places of its operands in that state; at last those of what leaves in a
+            layout that the caller can't choose.
         alone: for each node, the place of the only operand in that state, where nothing reads that later and the node
             makes one value; else None. At last None.
     """
@@ -100,7 +101,7 @@ class Body:
             self._readers[name] += [len(region.nodes)] * 2  # it stays to be read
         ends = [None if i in dead else b.source for i, b in enumerate(region.exits)]
         self.operands.append(self._picker(live[-1], ends))
-        self.read.append(_places(live[-1], (*(b.source for b in read), *region.outputs)))
+        self.read.append(_places(live[-1], (*_chosen_inside(region, read), *region.outputs)))
         leaving = [boundary for boundary in read if boundary.final or boundary.dead]
         self.leaving = _leaving(region, leaving, live)
         self.following.append(self._picker((*live[-1], *(b.target for b in region.exits)), region.outputs))
@@ -151,6 +152,12 @@ class Body:
 
 def _places(names: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
     return tuple(place for place, name in enumerate(names) if name in wanted)
+
+
+def _chosen_inside(region: Region, exits: Sequence[Boundary]) -> list[int]:
+    """What leaves by these exits, and can't leave its layout to the caller."""
+    counts = Counter(boundary.source for boundary in exits)
+    return [b.source for b in exits if not region.depth or b.dead or counts[b.source] > 1]
 
 
 def _source_layout(value: LocalValue) -> Layout:

@@ -14,11 +14,11 @@ from tpplan.compiler.ir.layout import PARTIAL, Layout
 from tpplan.compiler.ir.region import Region
 from tpplan.compiler.place.body import Body, Codes, Numbering
 from tpplan.compiler.place.boundaries import Boundaries
-from tpplan.compiler.place.solution import Choice, Cost, Entered, Failure, Steps
+from tpplan.compiler.place.solution import Choice, Cost, Failure, State, Steps
 from tpplan.compiler.rules.propagate import Refusal
 
 States = dict[Codes, tuple[Cost, Steps | None]]
-_Entry = tuple[Codes, Cost, Entered]
+_Entry = tuple[Codes, Cost, State]
 _Held = TypeVar("_Held", bound=Layout | None)
 
 
@@ -32,13 +32,20 @@ class Entries:
 
     def ways(self, region: Region, body: Body, inputs: Codes) -> Iterator[_Entry]:
         """The layouts that the entries could have inside."""
-        sources = self.numbering.layouts(body.entries(inputs + body.constants))
-        branches = [
-            self.boundaries.entry_options(region, boundary, source)
-            for boundary, source in zip(region.entries, sources, strict=True)
-        ]
-        for layouts, cost in combined(branches):
-            yield tuple(map(self.numbering.code, layouts)), cost, Entered(layouts)
+        sources, code = self.numbering.layouts(body.entries(inputs + body.constants)), self.numbering.code
+        ways: list[tuple[Codes, State, int, int]] = [((), (), 0, 0)]
+        for boundary, source in zip(region.entries, sources, strict=True):
+            options = [
+                ((code(held),), (held,), *cost)
+                for held, cost in self.boundaries.entry_options(region, boundary, source)
+            ]
+            ways = [
+                (codes + one, layouts + held, cost + more, tie + further)
+                for codes, layouts, cost, tie in ways
+                for one, held, more, further in options
+            ]
+        for codes, layouts, cost, tie in ways:
+            yield codes, (cost, tie), layouts
 
     def failure(self, region: Region, body: Body, inputs: Codes) -> Failure:
         """Why there is no way in, or none out of it."""

@@ -47,7 +47,8 @@ class Layers:
         bias = next((i for i, v in enumerate(region.values) if v.parameter is not None and len(v.shape) == 1), None)
         exit_boundary = region.exits[0]
         finished: States = {}
-        for _, cost, choice in self._entries.ways(region, body, inputs):
+        for _, cost, layouts in self._entries.ways(region, body, inputs):
+            choice = Entered(layouts)
             for target, extra in self.boundaries.exit_options(region, exit_boundary, PARTIAL):
                 if bias is not None and target.dim == len(region.values[exit_boundary.source].shape) - 1:
                     continue  # the bias has all features
@@ -90,12 +91,12 @@ class Layers:
         entered = (region.values[boundary.target].differentiable for boundary in region.entries)
         whole = tuple(REPLICATED_PARTIAL if differentiable else REPLICATED for differentiable in entered)
         finished: States = {}
-        for _, cost, choice in self._entries.ways(region, body, inputs):
-            assert isinstance(choice, Entered)
-            if choice.layouts == whole and asked is not Exchange.ALL_TO_ALL:
+        for _, cost, layouts in self._entries.ways(region, body, inputs):
+            choice = Entered(layouts)
+            if layouts == whole and asked is not Exchange.ALL_TO_ALL:
                 made, sent, steps = PARTIAL, 0, Steps(choice, None)
-            elif asked is not Exchange.SUMS and self._splits_tokens(region, choice.layouts):
-                made, sent = choice.layouts[0], self.boundaries.exchange(_dispatched(region, self.boundaries.size))
+            elif asked is not Exchange.SUMS and self._splits_tokens(region, layouts):
+                made, sent = layouts[0], self.boundaries.exchange(_dispatched(region, self.boundaries.size))
                 steps = Steps(Dispatched(made), Steps(choice, None))
             else:
                 continue

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout
 from tpplan.compiler.ir.region import Boundary, CallNode, OperationNode, Region
+from tpplan.compiler.place.apart import apart
 from tpplan.compiler.place.body import GONE, Body, Codes, Numbering
 from tpplan.compiler.place.boundaries import Boundaries
 from tpplan.compiler.place.dead_results import kept_exits
@@ -33,6 +34,7 @@ from tpplan.compiler.place.solution import (
     Constraints,
     Cost,
     Decided,
+    Entered,
     Failure,
     Left,
     Name,
@@ -161,8 +163,8 @@ class Placer:
         if body is None:
             body = self._bodies[id(region)] = Body(region, self._numbering, self._kept.get(id(region), ()))
         states: States = {}
-        for inside, cost, choice in self._entries.ways(region, body, inputs):
-            keep(states, body.start(inputs + inside + body.constants), cost, choice, None)
+        for inside, cost, layouts in self._entries.ways(region, body, inputs):
+            keep(states, body.start(inputs + inside + body.constants), cost, Entered(layouts), None)
         if not states:
             return self._entries.failure(region, body, inputs)
         return self._went(region, body, states) if len(states) < CROWDED else self._each_went(region, body, states)
@@ -191,13 +193,16 @@ class Placer:
     def _went(self, region: Region, body: Body, states: States) -> States | Failure:
         """What becomes of states at a body's beginning."""
         memos = self._steps.setdefault(id(region), [{} for _ in range(len(region.nodes) + 1)])
-        constants = body.constants
+        constants, tried = body.constants, 0
         for position, memo in enumerate(memos):
             operands_of, following_of, alone = body.operands[position], body.following[position], body.alone[position]
             following: States = {}
             failure: Failure | None = None
             if body.leaving[position]:
                 states = self._let_go(region, states, body.leaving[position])
+            if len(states) >= CROWDED and len(states) != tried:
+                states = apart(states, self._open)
+                tried = len(states)
             crowded = len(states) >= CROWDED
             if len(states) >= TOO_MANY:
                 states = _alike(states, body.joined(position))
@@ -460,32 +465,48 @@ class Placer:
     def _left(self, region: Region, sources: Codes) -> list[_Step] | Failure:
         """The layouts that the exits could have outside."""
         branches: list[Sequence[tuple[Layout | None, Cost]]] = []
+        trails: list[dict[Layout, Steps | None]] = []
         failure: Failure | None = None
-        for boundary, source in zip(region.exits, self._numbering.known(sources), strict=True):
-            if source is None:
+        for boundary, code in zip(region.exits, sources, strict=True):
+            trails.append({})
+            if code == GONE:
                 branches.append(((None if boundary.dead else REPLICATED, (0, 0)),))
                 continue
-            branches.append(self.boundaries.exit_options(region, boundary, source))
-            if not branches[-1]:
+            options: dict[Layout, tuple[Cost, Steps | None]] = {}
+            ways: list[_Way] = [(code, (0, 0), None)] if code > GONE else self._ways(region, boundary.source, code)
+            for inner, cost, trail in ways:
+                (source,) = self._numbering.layouts((inner,))
+                for target, extra in self.boundaries.exit_options(region, boundary, source):
+                    total = (cost[0] + extra[0], cost[1] + extra[1])
+                    if target not in options or total < options[target][0]:
+                        options[target] = (total, trail)
+            found = sorted(options.items(), key=lambda way: way[1][0]) if code < GONE else options.items()
+            branches.append([(target, cost) for target, (cost, _) in found])
+            if code < GONE:
+                trails[-1] = {target: trail for target, (_, trail) in found}
+            if not options:
+                (source,) = self._numbering.layouts((ways[0][0],)) if ways else (REPLICATED,)
                 refusal = Refusal("pin", "can't take the layout that is required here", ((boundary.source, source),))
                 failure = Failure((), None, refusal, (len(region.nodes),))
         if failure is not None:
             return failure
-        if region.depth and sum(len(options) > 1 for options in branches) >= MANY:
-            return [self._left_open(branches)]
+        if region.depth and (any(trails) or sum(len(options) > 1 for options in branches) >= MANY):
+            return [self._left_open(branches, trails)]
         return [(tuple(map(self._code, held)), cost, Left(held)) for held, cost in combined(branches)]
 
     def _code(self, layout: Layout | None) -> int:
         return GONE if layout is None else self._numbering.code(layout)
 
-    def _left_open(self, branches: Sequence[Sequence[tuple[Layout | None, Cost]]]) -> _Step:
+    def _left_open(
+        self, branches: Sequence[Sequence[tuple[Layout | None, Cost]]], trails: Sequence[Mapping[Layout, Steps | None]]
+    ) -> _Step:
         """All that exits could be outside, at once: whoever reads a result chooses its layout."""
         coded = [tuple(Option(self._code(held), cost) for held, cost in options) for options in branches]
         single = [options[0] if len(options) == 1 else None for options in branches]
         sure = [held[1] for held in single if held is not None]
         codes = [held[0].code if len(held) == 1 else self._open.code(held) for held in coded]
         cost = (sum(c[0] for c in sure), sum(c[1] for c in sure))
-        return tuple(codes), cost, Left(tuple(None if held is None else held[0] for held in single))
+        return tuple(codes), cost, Left(tuple(None if held is None else held[0] for held in single), ways=tuple(trails))
 
 
 def _alike(states: States, joined: Iterable[Sequence[int]]) -> States:

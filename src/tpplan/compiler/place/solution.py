@@ -6,7 +6,8 @@ out: the ways to run a region, each with what was chosen on it; or the place whe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tpplan.compiler.ir.layout import Features, Layout
@@ -85,12 +86,29 @@ class Left:
         layouts: these; None where the caller chooses.
         partial_parameters, replicated_parameters: parameters with such a gradient, as in `Outcome`.
         added_once: parameters that are added to a partial result, by one rank alone.
+        ways: for each exit, what is chosen inside for a layout that the caller chooses; the cheapest is any.
     """
 
     layouts: tuple[Layout | None, ...]
     partial_parameters: frozenset[int] = frozenset()
     replicated_parameters: frozenset[int] = frozenset()
     added_once: frozenset[int] = frozenset()
+    ways: tuple[Mapping[Layout, Steps | None], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What was chosen on the way to a state of which each part goes its own way from there on.
+
+    Attributes:
+        states: all states there, with what was chosen.
+        place: which of the state's values this tells of; None for those that stay together.
+        codes: of that value; of the state, where it doesn't go its own way.
+    """
+
+    states: Mapping[tuple[int, ...], tuple[Cost, Steps | None]]
+    place: int | None
+    codes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +141,30 @@ class Dispatched:
     layout: Layout
 
 
-Choice = Entered | Ran | Called | Left | Decided | Normed | Recurred | Dispatched
+Choice = Entered | Ran | Called | Left | Part | Decided | Normed | Recurred | Dispatched
+
+
+def settled(choices: Sequence[Choice]) -> list[Choice]:
+    """These choices, with what was chosen on the way to states whose parts went their own ways."""
+    parts: dict[int, list[Part]] = defaultdict(list)
+    for choice in choices:
+        if isinstance(choice, Part):
+            parts[id(choice.states)].append(choice)
+    if not parts:
+        return [*choices]
+    known = [choice for choice in choices if not isinstance(choice, Part)]
+    for held in parts.values():
+        together = next((part for part in held if part.place is None), None)
+        if together is None:  # it stands in the way to a later state
+            known += held
+            continue
+        state = [*together.codes]
+        for part in held:
+            if part.place is not None:
+                (state[part.place],) = part.codes
+        _, steps = together.states[tuple(state)]
+        known += () if steps is None else steps.in_order()
+    return settled(known)
 
 
 @dataclass(frozen=True, slots=True)
