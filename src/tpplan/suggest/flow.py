@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, UNKNOWN, Layout, Pack, packed, sharded
@@ -47,6 +48,7 @@ class Flow:
         rows: modules that contract split features, with the columns that these come from.
         row_packs: the packs of a row's input features, where they are several.
         refused: columns that ran into an operation that needs all features, with the reason.
+        places: of refused columns, the module whose body has that operation.
         read: columns whose result reaches a linear layer, in whatever way.
         leaving: columns whose split result leaves the model.
         mixed: modules that take split features in one call and whole ones in another.
@@ -65,6 +67,7 @@ class Flow:
     rows: dict[str, set[str]] = field(default_factory=lambda: defaultdict[str, set[str]](set))
     row_packs: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     refused: dict[str, str] = field(default_factory=dict[str, str])
+    places: dict[str, str] = field(default_factory=dict[str, str])
     read: set[str] = field(default_factory=set[str])
     leaving: set[str] = field(default_factory=set[str])
     addends: dict[str, str] = field(default_factory=dict[str, str])
@@ -513,13 +516,17 @@ class _Walk:
         wanted = self._packs_wanted(instance, node)
         if wanted:
             self.found.wanted |= wanted
-            self.found.refused |= {column: self.found.refused.get(column, text) for column in wanted}
+            self._note(wanted.keys(), instance, text)
             return
         culprits = self._culprits(instance, node) or sources
         if self._joins_whole(instance, node):
             self.found.joining |= culprits - self.found.refused.keys()
-        for column in culprits:
-            self.found.refused.setdefault(column, text)
+        self._note(culprits, instance, text)
+
+    def _note(self, columns: AbstractSet[str], instance: Instance, text: str) -> None:
+        for column in columns - self.found.refused.keys():
+            self.found.refused[column] = text
+            self.found.places[column] = instance.frame.module
 
     def _joins_whole(self, instance: Instance, node: OperationNode) -> bool:
         """Whether the operation combines split features with a whole value that depends on data."""

@@ -21,6 +21,7 @@ from tpplan.plan.rules import Pack
 from tpplan.suggest.flow import Flow, flow
 from tpplan.suggest.patterns import is_repeated, shape_of
 from tpplan.suggest.subject import Column, Subject, columns_with_packs, pack_names
+from tpplan.suggest.twins import Twins
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +90,10 @@ def find_roles(
     starved: dict[str, frozenset[str]] = {}
     across: dict[str, frozenset[str]] = {}
     stopped: set[str] = set()  # columns that meet something else than the stream which they are to make
+    twins = Twins(subject.root)
     while True:
         found = flow(subject, rules, columns, lenient, across_norms, exchanges, apart)
+        twins.tell(found, columns)
         joins |= found.joins
         read |= found.read
         across |= found.across
