@@ -69,6 +69,7 @@ ELSEWHERE = {
     "TP171": "runtime/test_data_parallel.py",
     "TP172": "runtime/test_data_parallel.py",
     "TP173": "runtime/test_data_parallel.py",
+    "TP137": "compiler/test_open_results.py",
     "TP136": "runtime/test_watch.py",
     "TP128": "parity/test_backward.py",
     "TP138": "parity/test_inner_gradients.py",

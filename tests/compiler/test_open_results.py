@@ -275,3 +275,23 @@ def test_a_value_goes_its_own_way_if_its_layouts_cost_the_same_beside_all_others
     }  # fmt: skip
     del together[1, 0, 0]
     assert apart(together, results) == together
+
+
+@pytest.mark.one_in(2)
+def test_what_is_given_up_where_there_are_too_many_ways_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan, example = scaled(4)
+    exact = tpplan.compile_plan(model, plan, 2, example)
+    assert "TP137" not in [finding.code for finding in exact.diagnostics]
+    place = importlib.import_module("tpplan.compiler.place.place")
+    monkeypatch.setattr(place, "CROWDED", 10**9)
+    monkeypatch.setattr(place, "MOST", 24)
+    cut = tpplan.compile_plan(model, plan, 2, example)
+    (finding, *_) = [finding for finding in cut.diagnostics if finding.code == "TP137"]
+    assert "ways to lay out its values" in finding.message and "weren't followed" in finding.message
+    parity = tpplan.verify(model, plan, 2, example)
+    assert parity.ok and parity.collectives == parity.predicted
+    monkeypatch.setattr(place, "MOST", 2)
+    monkeypatch.setattr(place, "TOO_MANY", 2)
+    with pytest.raises(tpplan.CompileError) as error:
+        tpplan.compile_plan(model, plan, 2, example)
+    assert {"TP137"} < {finding.code for finding in error.value.diagnostics}

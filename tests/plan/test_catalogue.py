@@ -59,6 +59,7 @@ def test_only_what_still_yields_a_right_program_is_less_than_an_error() -> None:
         "TP125",
         "TP126",
         "TP132",
+        "TP137",
         "TP147",
         "TP148",
         "TP150",

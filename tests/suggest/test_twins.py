@@ -17,8 +17,8 @@ class Mixed(nn.Module):
 
     def __init__(self, bare: bool = False) -> None:
         super().__init__()
-        self.up, self.down, self.gate = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
-        self.out, self.bare = nn.Linear(4 * WIDTH, WIDTH), bare
+        self.up, self.gate = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.down, self.out, self.bare = nn.Linear(4 * WIDTH, WIDTH), nn.Linear(4 * WIDTH, WIDTH), bare
 
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate(x)

@@ -33,6 +33,7 @@ from tpplan.compiler.emit.digest import Digest, digest_of
 from tpplan.compiler.emit.emit import emit
 from tpplan.compiler.emit.substitute import substitute
 from tpplan.compiler.emit.unused_kernels import unused_kernels
+from tpplan.compiler.explain.bounded import bounded
 from tpplan.compiler.explain.captures import of_capture
 from tpplan.compiler.explain.ineffective import ineffective_rules
 from tpplan.compiler.explain.neighbours import Neighbours
@@ -320,6 +321,7 @@ def _program(problem: Problem, placed: Placed, notes: Sequence[Diagnostic], aske
     )
     findings += [] if request.partly else unused_kernels(request.plan, kernels, request.device)
     findings += [] if request.partly else unused_rules(request.plan, flow.trace)
+    findings += bounded(placed.instance, placed.cut)
     findings += [*notes, *_recorded_findings(binding, learned.recorded, placed.assignment)]
     return emit(
         request.model, request.plan, request.size, flow, binding, placed.assignment, learned.attributes,

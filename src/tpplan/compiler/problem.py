@@ -7,7 +7,7 @@ out: `Problem`, which doesn't change; `Learned`, of which each round may make an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tpplan.compiler.bind.bind import Binding
@@ -110,11 +110,19 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A placement, and what it obeys."""
+    """A placement, and what it obeys.
+
+    Attributes:
+        instance: the regions that were placed.
+        assignment: what was decided.
+        learned: what it obeys.
+        cut: how many ways weren't followed in a region, by its identity.
+    """
 
     instance: Instance
     assignment: Assignment
     learned: Learned
+    cut: Mapping[int, int] = field(default_factory=dict[int, int])
 
     def to_check(self, problem: Problem) -> CheckInput:
         """What the check needs to know."""

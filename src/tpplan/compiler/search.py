@@ -21,6 +21,7 @@ from tpplan.compiler.check import local_run
 from tpplan.compiler.check.compare import Mismatch
 from tpplan.compiler.dump import Dump
 from tpplan.compiler.explain import failures
+from tpplan.compiler.explain.bounded import bounded
 from tpplan.compiler.explain.computed import of_computed
 from tpplan.compiler.explain.warnings import gathered_columns
 from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS
@@ -136,7 +137,7 @@ class _Solver:
                 )  # fmt: skip
                 for value, names in trace.parameters.items():  # a plan also splits what nobody reads
                     assignment.layouts.setdefault(value, problem.binding.parameters[names[0]])
-                return Placed(instance, assignment, learned)
+                return Placed(instance, assignment, learned, dict(self._placer.cut))
             learned = self._after(learned, instance, solutions)
         raise UnplacedError(learned)
 
@@ -163,6 +164,7 @@ class _Solver:
         here = failures.instance_at(instance, failure.path)
         finding = of_computed(finding, here.frame.module, problem.request.model, problem.binding)
         findings = failures.with_one_cause([*learned.findings, finding])
+        findings += [held for held in bounded(instance, self._placer.cut) if held not in findings]
         unplaced = learned.unplaced | {here.frame.module}
         learned = replace(learned, findings=tuple(findings), unplaced=unplaced)
         place = (here.region.example, failure.node)

@@ -22,6 +22,7 @@ MANY = 3  # of fewer results the layouts are chosen as they leave
 _FIRST = GONE - 1
 CROWDED = 32  # with fewer states, a step branches into them
 TOO_MANY = 1024  # of so many states, those are kept in which values that will be joined are alike
+MOST = 16384  # so many states are kept, the cheapest, and so many ways through a body at the most
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,4 +72,4 @@ class OpenResults:
         return bool(self._known)
 
 
-__all__ = ["CROWDED", "MANY", "OpenResults", "Option"]
+__all__ = ["CROWDED", "MANY", "MOST", "TOO_MANY", "OpenResults", "Option"]

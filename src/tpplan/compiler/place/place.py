@@ -15,6 +15,7 @@ new constraints concern.
 
 from __future__ import annotations
 
+import heapq
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -27,7 +28,7 @@ from tpplan.compiler.place.boundaries import Boundaries
 from tpplan.compiler.place.dead_results import kept_exits
 from tpplan.compiler.place.entries import Entries, States, combined, keep
 from tpplan.compiler.place.layers import Layers
-from tpplan.compiler.place.open_results import CROWDED, MANY, TOO_MANY, OpenResults, Option
+from tpplan.compiler.place.open_results import CROWDED, MANY, MOST, TOO_MANY, OpenResults, Option
 from tpplan.compiler.place.solution import (
     Called,
     Choice,
@@ -56,7 +57,11 @@ _Solved = list[tuple[Codes, Solution]] | Failure
 
 
 class Placer:
-    """Solves regions for one axis. Regions must live as long as it does: it knows them by identity."""
+    """Solves regions for one axis. Regions must live as long as it does: it knows them by identity.
+
+    Attributes:
+        cut: how many states weren't followed in a region, by its identity, as there were too many.
+    """
 
     def __init__(self, propagator: Propagator, topology: Topology) -> None:
         """Solve by these rules and costs."""
@@ -65,6 +70,7 @@ class Placer:
         self._obey(propagator, Constraints())
         self._norms = SplitNorms(propagator.size, topology)
         self._open = OpenResults()
+        self.cut: dict[int, int] = {}
         self._bodies: dict[int, Body] = {}
         self._solved: dict[int, dict[Codes, _Solved]] = {}
         self._steps: dict[int, list[dict[Codes, list[_Step] | Failure]]] = {}
@@ -103,7 +109,7 @@ class Placer:
     def _forget(self, constraints: Constraints) -> None:
         """Drop what is remembered of regions for which other constraints will hold."""
         if constraints.everywhere != self.constraints.everywhere:
-            for kept in (self._solved, self._steps, self._from):
+            for kept in (self._solved, self._steps, self._from, self.cut):
                 kept.clear()
             self._forget_open()
             return
@@ -112,7 +118,7 @@ class Placer:
             self._forget_open()
         for key, names in self._inside.items():
             if not changed.isdisjoint(names):
-                for kept in (self._solved, self._steps, self._from):
+                for kept in (self._solved, self._steps, self._from, self.cut):
                     kept.pop(key, None)
 
     def _forget_open(self) -> None:
@@ -126,7 +132,7 @@ class Placer:
         kept = kept_exits(region, constraints.unsharded | constraints.whole)
         if kept != self._kept:
             self._kept = kept
-            for remembered in (self._bodies, self._solved, self._steps, self._from):
+            for remembered in (self._bodies, self._solved, self._steps, self._from, self.cut):
                 remembered.clear()
             self._forget_open()
 
@@ -205,7 +211,7 @@ class Placer:
                 tried = len(states)
             crowded = len(states) >= CROWDED
             if len(states) >= TOO_MANY:
-                states = _alike(states, body.joined(position))
+                states = self._fewer(region, states, body.joined(position))
             if self._open:
                 states = self._decided(region, body, position, states, alone if crowded else None)
                 if not states:
@@ -232,11 +238,26 @@ class Placer:
                     known = following.get(after)
                     if known is None or total < known[0]:
                         following[after] = (total, steps if choice is None else Steps(choice, steps))
+                if len(following) > 4 * MOST:
+                    following = self._cheapest(region, following)
             if not following:
                 assert failure is not None
                 return failure
             states = following
-        return states
+        return self._cheapest(region, states)
+
+    def _fewer(self, region: Region, states: States, joined: Iterable[Sequence[int]]) -> States:
+        """Of many states those in which values that wait to be joined are alike, and of these the cheapest."""
+        alike = _alike(states, joined)
+        if len(alike) < len(states):
+            self.cut[id(region)] = self.cut.get(id(region), 0) + len(states) - len(alike)
+        return self._cheapest(region, alike)
+
+    def _cheapest(self, region: Region, states: States) -> States:
+        if len(states) <= MOST:
+            return states
+        self.cut[id(region)] = self.cut.get(id(region), 0) + len(states) - MOST
+        return dict(heapq.nsmallest(MOST, states.items(), key=lambda way: way[1][0]))
 
     def _opened(self, region: Region, position: int, operands: Codes, found: list[_Step]) -> list[_Step]:
         """One step for all that the result of a step could be."""
@@ -336,7 +357,7 @@ class Placer:
             states = found
             if len(states) >= TOO_MANY:
                 here = [[other for other in group if other <= place] for group in body.joined(position)]
-                states = _alike(states, [group for group in here if len(group) > 1])
+                states = self._fewer(region, states, [group for group in here if len(group) > 1])
         return states
 
     def _ways(self, region: Region, value: int, code: int) -> list[_Way]:

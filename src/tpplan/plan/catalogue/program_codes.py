@@ -417,6 +417,19 @@ def forward(self, x):
 """,
     ),
     Entry(
+        code="TP137",
+        name="bounded-search",
+        severity=Severity.NOTE,
+        summary="A module has more ways to lay out its values than the compiler follows.",
+        explanation="""
+The compiler looks for the cheapest layouts of all values of a body at once. Where many values wait for each other, it
+follows those ways on which values that will be joined lie alike, and of these the cheapest. The program is checked as
+any other, and right; but one of the ways that weren't followed could send less. The note says how many there were, in
+the round of the search that led to the program. A pin (`input` or `output`) on a module there leaves fewer. If the
+compiler reports beside it that no layouts suit a body, one of the other ways might have: pin what you want there.
+""",
+    ),
+    Entry(
         code="TP138",
         name="second-derivative",
         severity=Severity.ERROR,
