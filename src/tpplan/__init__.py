@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from tpplan.runtime.randomness import RandomnessError
     from tpplan.runtime.recent import RecomputeError
     from tpplan.runtime.reshard import SecondDerivativeError, TailError, UnevenShardError
+    from tpplan.runtime.results import UnlikeResultsError
     from tpplan.runtime.sharded import StateError
     from tpplan.runtime.standalone import AloneError
     from tpplan.training.sharding import TrainingError
@@ -100,6 +101,7 @@ __all__ = [
     "TpplanError",
     "TrainingError",
     "UnevenShardError",
+    "UnlikeResultsError",
     "UnplacedError",
     "UnprovedCallError",
     "UnshardedError",
@@ -171,6 +173,7 @@ _ELSEWHERE = {
     "ChangingHookError": "tpplan.runtime.onlookers",
     "TailError": "tpplan.runtime.reshard",
     "UnevenShardError": "tpplan.runtime.reshard",
+    "UnlikeResultsError": "tpplan.runtime.results",
     "UnplacedError": "tpplan.compiler.search",
     "UnprovedCallError": "tpplan.calls.errors",
     "UnshardedError": "tpplan.parity.errors",

@@ -241,13 +241,16 @@ def test_a_compiled_model_takes_other_lengths_and_a_cache(
     model = stock_model(kind)
     inputs = {"input_ids": tokens(3, 8), "use_cache": False}
     plan = load_plan(suggest_text(model, 2, False, inputs))
-    program = compile_call(Request(model, plan, 2, (), inputs)).program
+    proved = compile_call(Request(model, plan, 2, (), inputs))
+    program = proved.program
     if version("torch") < "2.13":
         pytest.skip("DTensor of this version lacks rules for the scans, and the mixers stay whole")
     assert sharded_share(program) > 0.98
 
     def work(axis: ThreadCommunicator) -> list[Tensor]:
-        guard = CallGuard(make_skeleton(model).model, plan, Compiled(program, {}, ()), (), inputs)
+        guard = CallGuard(
+            make_skeleton(model).model, plan, Compiled(program, {}, (), results=proved.results), (), inputs
+        )
         own = lower(copy_structure(model), program, SimulatedDistributor(axis), guard).eval()
         with torch.no_grad():
             return calls(own)

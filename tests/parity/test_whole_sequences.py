@@ -45,10 +45,10 @@ class Seen:
 
 
 @functools.cache
-def compiled(name: str, tp: int) -> tuple[nn.Module, Plan, Program, dict[str, Any]]:
+def compiled(name: str, tp: int) -> tuple[nn.Module, Plan, Compiled, dict[str, Any]]:
     model, keywords = tiny_model(name)
     plan = load_plan(f"plans/{name}-sequence.yaml")
-    return model, plan, compile_call(Request(model, plan, tp, (), keywords)).program, keywords
+    return model, plan, compile_call(Request(model, plan, tp, (), keywords)), keywords
 
 
 def stepped(model: nn.Module, keywords: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -63,10 +63,13 @@ def stepped(model: nn.Module, keywords: dict[str, Any]) -> tuple[Tensor, dict[st
 
 def simulated(name: str, tp: int) -> list[list[Seen]]:
     """A call of each length, one after the other, on every rank."""
-    model, plan, program, keywords = compiled(name, tp)
+    model, plan, proved, keywords = compiled(name, tp)
+    program = proved.program
 
     def work(axis: ThreadCommunicator) -> list[Seen]:
-        guard = CallGuard(make_skeleton(model).model, plan, Compiled(program, {}, ()), (), keywords)
+        guard = CallGuard(
+            make_skeleton(model).model, plan, Compiled(program, {}, (), results=proved.results), (), keywords
+        )
         own = lower(copy_structure(model), program, SimulatedDistributor(axis), guard)
         found: list[Seen] = []
         for length in LENGTHS:
@@ -79,7 +82,8 @@ def simulated(name: str, tp: int) -> list[list[Seen]]:
 
 def worst(name: str, tp: int, ranks: list[list[Seen]]) -> float:
     """The largest error, relative to the largest number of its kind."""
-    model, _, program, _ = compiled(name, tp)
+    model, _, proved, _ = compiled(name, tp)
+    program = proved.program
     distributors = [SimulatedDistributor(ThreadCommunicator(Rendezvous(tp), rank)) for rank in range(tp)]
     errors: list[float] = []
     for number, length in enumerate(LENGTHS):
@@ -97,7 +101,8 @@ def worst(name: str, tp: int, ranks: list[list[Seen]]) -> float:
 @pytest.mark.sweep
 @pytest.mark.parametrize(("name", "tp"), in_thirds([], [("llama", 2)], [(name, tp) for name in NAMES for tp in (2, 4)]))
 def test_calls_of_any_length_compute_the_same(name: str, tp: int) -> None:
-    _, plan, program, keywords = compiled(name, tp)
+    _, plan, proved, keywords = compiled(name, tp)
+    program = proved.program
     model = compiled(name, tp)[0]
     whole = compile_call(Request(model, plan.with_whole_sequences(), tp, (), keywords)).program
     ranks = simulated(name, tp)
@@ -154,7 +159,8 @@ def lengths_on_processes(member: Member, name: str) -> list[tuple[float, dict[st
 @pytest.mark.processes
 @pytest.mark.parametrize("name", sweep_but(["torch_transformer"], ["torch_transformer", "llama"]))
 def test_processes_compute_the_same_at_any_length(name: str) -> None:
-    model, plan, program, keywords = compiled(name, 2)
+    model, plan, proved, keywords = compiled(name, 2)
+    program = proved.program
     whole = compile_call(Request(model, plan.with_whole_sequences(), 2, (), keywords)).program
     for found in world(2).run(lengths_on_processes, name):
         for length, (error, counts) in zip(LENGTHS, found, strict=True):

@@ -44,7 +44,8 @@ def _set(setter: Callable[[Any], object], value: object, before: object) -> Gene
 
 
 def _tuning(on: object) -> None:
-    torch.backends.cudnn.benchmark = bool(on)
+    with torch.backends.__allow_nonbracketed_mutation():  # torch's own tests end that for the process
+        torch.backends.cudnn.benchmark = bool(on)
 
 
 def _short(on: object) -> None:

@@ -215,10 +215,13 @@ def stepped(model: nn.Module, kind: str, ids: Tensor) -> tuple[list[Tensor], dic
 def simulated(kind: str, shared: int, tp: int) -> tuple[Program, list[tuple[list[Tensor], dict[str, Tensor]]]]:
     model, ids = build(kind, shared)
     plan = load_plan({"version": 1, "modules": RULES})
-    program = compile_call(Request(model, plan, tp, (ids,), {})).program
+    proved = compile_call(Request(model, plan, tp, (ids,), {}))
+    program = proved.program
 
     def work(axis: ThreadCommunicator) -> tuple[list[Tensor], dict[str, Tensor]]:
-        guard = CallGuard(make_skeleton(model).model, plan, Compiled(program, {}, ()), (ids,), {})
+        guard = CallGuard(
+            make_skeleton(model).model, plan, Compiled(program, {}, (), results=proved.results), (ids,), {}
+        )
         own = lower(copy_structure(model), program, SimulatedDistributor(axis), guard)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -264,10 +267,13 @@ def test_heads_that_several_ranks_hold_are_known_too(shared: int, tp: int) -> No
 def test_buffers_that_a_cache_makes_and_writes_in_place_are_parts(kind: str, tp: int) -> None:
     model, ids = build(kind, HEADS)
     plan = load_plan({"version": 1, "modules": RULES})
-    program = compile_call(Request(model, plan, tp, (ids,), {})).program
+    proved = compile_call(Request(model, plan, tp, (ids,), {}))
+    program = proved.program
 
     def work(axis: ThreadCommunicator) -> tuple[list[Tensor], list[Holder]]:
-        guard = CallGuard(make_skeleton(model).model, plan, Compiled(program, {}, ()), (ids,), {})
+        guard = CallGuard(
+            make_skeleton(model).model, plan, Compiled(program, {}, (), results=proved.results), (ids,), {}
+        )
         own = lower(copy_structure(model), program, SimulatedDistributor(axis), guard).eval()
         caches = [Holder(), Holder()]
         with torch.no_grad():
