@@ -431,8 +431,9 @@ def test_equal_layers_with_other_backwards_are_told_apart() -> None:
 
 def test_functions_inside_of_a_reentrant_checkpoint_are_refused() -> None:
     inner = ELEMENTWISE["reversed"]
-    with pytest.raises(tpplan.CompileError, match=r"TP128.*use_reentrant"):
+    with pytest.raises(tpplan.CompileError, match=r"TP128.*use_reentrant(?s:.*)help: pass `use_reentrant=False`"):
         compiled(Split(lambda x: checkpoint(inner, x, use_reentrant=True)), SPLIT, 2)  # pyright: ignore
+    prove(Split(lambda x: checkpoint(inner, x, use_reentrant=False)), SPLIT, 2)  # pyright: ignore
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,11 @@ from tpplan.compiler.ir.region import CallNode, Instance, OperationNode, Region
 from tpplan.compiler.ir.trace import ForeignBackward, Location, Trace, quoted
 from tpplan.compiler.place.solution import Failure
 from tpplan.compiler.rules.propagate import Refusal
+from tpplan.compiler.trace.backward import REENTRANT
 from tpplan.ops.declared import registering
 from tpplan.plan import Diagnostic, Pin, Style
+
+_REENTERED = "pass `use_reentrant=False`, with which autograd sees all that the checkpoint calls; or "
 
 
 def with_one_cause(findings: list[Diagnostic]) -> list[Diagnostic]:
@@ -353,7 +356,8 @@ def of_backward(given: CheckInput, mismatch: Mismatch, backward: ForeignBackward
     met = f"met in {module}, at {backward.location}" if backward.location is not None else ""
     return _finding("TP128", bound, module, location,
         f"{backward.name} can't be proved for the layouts around it: {mismatch.reason}",
-        "call it on whole tensors: write `output: replicate` for the module whose result it gets, or `input: "
+        f"{_REENTERED if backward.name == REENTRANT else ''}call it on whole tensors: write `output: replicate` for "
+        "the module whose result it gets, or `input: "
         f"replicate` for the one that it stands in; or remove the rules around it{_line(bound)}",
         met if met and location != backward.location else "",
         f"the same holds for {more} more modules" if more > 0 else "",

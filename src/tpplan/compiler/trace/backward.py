@@ -33,7 +33,7 @@ from tpplan.compiler.trace.noted import NotedFunction, NotedHook, UnrecordedErro
 from tpplan.compiler.trace.recorder import Recorder
 
 Call = tuple[str, int]
-_REENTRANT = "the backward of an activation checkpoint with `use_reentrant=True`"
+REENTRANT = "the backward of an activation checkpoint with `use_reentrant=True`"
 
 
 def record_backwards(recorder: Recorder, roots: Sequence[Operation | Frame]) -> dict[Call, list[ForeignBackward]]:
@@ -108,7 +108,7 @@ class _Writer:
             if not reason:
                 return None  # it derives what the forward was seen to do
             failed = _failed(reason)
-            return ForeignBackward(_REENTRANT, noted.location, (), outputs, (), failed, sealed=True)
+            return ForeignBackward(REENTRANT, noted.location, (), outputs, (), failed, sealed=True)
         name = f"the backward of `{node.name}`"
         try:
             inputs = tuple(sources.value(source, number) for _, source, number in node.inputs)
@@ -333,4 +333,4 @@ def _operation_key(node: Operation) -> object:
     return (id(node.target), typed(node.arguments), named, node.inputs, node.outputs, node.overwritten)
 
 
-__all__ = ["record_backwards"]
+__all__ = ["REENTRANT", "record_backwards"]
