@@ -55,6 +55,22 @@ def test_what_cant_run_there_is_a_finding() -> None:
         tpplan.compile_plan(Fails(), PAIR, 2, torch.zeros(2, 16), device="cpu")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is for a machine without a GPU")
+@pytest.mark.parametrize(
+    "asks",
+    [torch.cuda.synchronize, torch.cuda.get_device_capability, torch.Generator],
+    ids=["synchronize", "capability", "generator"],
+)
+def test_what_asks_a_device_that_isnt_there_is_told_so(asks: Callable[[torch.device], object]) -> None:
+    class Asks(Branches):
+        def forward(self, x: Tensor) -> Tensor:
+            asks(x.device)
+            return self.down(self.up(x).relu())
+
+    with pytest.raises(tpplan.CompileError, match=r"TP110(?s:.*)help: it asks a device that this machine"):
+        tpplan.compile_plan(Asks(), PAIR, 2, torch.zeros(2, 16), device="cuda")
+
+
 class Holds(Branches):
     """Tensors beside parameters and buffers."""
 

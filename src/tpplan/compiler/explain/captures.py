@@ -33,6 +33,10 @@ _PACKS = "'lengths' argument should be a 1D CPU int64 tensor"
 _NO_NUMBERS = (
     "Cannot copy out of meta tensor", "convert meta device type tensor to numpy", "cannot be called on meta tensors",
 )  # fmt: skip
+# What torch says where a device itself is asked that this machine hasn't: a dry run has tensors of it alone.
+_NO_DEVICE = re.compile(
+    r"not compiled with \w+ enabled|Cannot get \w+ generator without|Found no NVIDIA driver|No \w+ GPUs are available"
+)
 _OWN = str(FilePath(__file__).parents[2])
 _SHOWN = "note: the model raised this as it was shown the call on shapes alone, before any rank ran it"
 _FEW = 1 << 22
@@ -129,7 +133,12 @@ def _raised(cause: BaseException, name: str) -> tuple[str, str]:
     """What a module itself raised."""
     first = str(cause).strip().splitlines()
     way_out = "check that the model runs on these inputs without sharding, or pass `inputs=` that it accepts"
-    if first and re.search(r"\bCPU\b", first[0]):
+    if first and _NO_DEVICE.search(first[0]):
+        way_out = (
+            "it asks a device that this machine, or this build of torch, hasn't, and a dry run has only tensors that "
+        )
+        way_out += "say so: compile it where there is one, or ask in `__init__`, and keep the answer"
+    elif first and re.search(r"\bCPU\b", first[0]):
         way_out += "; if it is for a GPU, check it as there: `tpplan validate … --device cuda`, or "
         way_out += '`compile_plan(…, device="cuda")`'
     return f"{name} raised {type(cause).__name__}{': ' + first[0] if first else ''}", way_out
