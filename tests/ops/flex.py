@@ -159,6 +159,39 @@ class Diagonal(Slopes):
         return {"score_mod": lambda score, b, h, q, k: score + slopes[h, h] * (k - q)}
 
 
+class Table(Slopes):
+    """A learned number for each distance and head."""
+
+    def __init__(self, heads: int = 8, keys: int = 4) -> None:
+        super().__init__(heads, keys)
+        del self.slopes
+        self.slopes = nn.Parameter(torch.randn(64, heads))
+
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        slopes = self.slopes
+        return {"score_mod": lambda score, b, h, q, k: score + slopes[q - k + 32, h]}
+
+
+class BufferedTable(Slopes):
+    """A number for each head and distance, in a buffer."""
+
+    def __init__(self, heads: int = 8, keys: int = 4) -> None:
+        super().__init__(heads, keys)
+        self.register_buffer("slopes", torch.randn(heads, 64))
+
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        slopes = self.slopes
+        return {"score_mod": lambda score, b, h, q, k: score + slopes[h, q - k + 32]}
+
+
+class Pairs(Slopes):
+    """A slope for each two heads, in a buffer."""
+
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        slopes = self.slopes
+        return {"score_mod": lambda score, b, h, q, k: score + slopes[h // 2] * (k - q)}
+
+
 class Method(HeadBias):
     """Its function is a method, which reads the slopes itself."""
 
@@ -244,7 +277,8 @@ class WindowedHeads(Slopes):
 MODELS: dict[str, type[Attention]] = {
     kind.__name__: kind
     for kind in (Attention, Distance, Softcap, Compiled, Causal, Documents, Padded, Bias, Slopes, HeadBias, Mixed,
-                 Scaled, Converted, Diagonal, Method, Again, PerQuery, Numbered, MaskedHeads, WindowedHeads)
+                 Scaled, Converted, Diagonal, Table, BufferedTable, Pairs, Method, Again,
+                 PerQuery, Numbered, MaskedHeads, WindowedHeads)
 }  # fmt: skip
 
 

@@ -24,7 +24,21 @@ SLOPES = {**HEADS, "slopes": "colwise"}
 TOLERANCE = 1e-12  # of float64, relative
 # Where a function reads the head's number, or one list for all heads, every rank computes all heads.
 WHOLE = frozenset(
-    ("Numbered", "MaskedHeads", "Slopes", "HeadBias", "Mixed", "Scaled", "Converted", "Diagonal", "Method", "Again")
+    (
+        "Numbered",
+        "MaskedHeads",
+        "Slopes",
+        "HeadBias",
+        "Mixed",
+        "Scaled",
+        "Converted",
+        "Diagonal",
+        "Table",
+        "BufferedTable",
+        "Pairs",
+        "Method",
+        "Again",
+    )
 )
 COLLECTIVES = {"Bias": {"all-reduce": 2}, "PerQuery": {"all-reduce": 2}}  # and the gradient of what all heads read
 
@@ -34,7 +48,8 @@ def call(batch: int, length: int) -> Tensor:
 
 
 CASES = [(name, HEADS) for name in MODELS if name != "WindowedHeads"] + [
-    ("Slopes", SLOPES), ("HeadBias", SLOPES), ("Method", SLOPES), ("Again", SLOPES), ("PerQuery", SLOPES)
+    ("Slopes", SLOPES), ("HeadBias", SLOPES), ("Table", SLOPES), ("BufferedTable", SLOPES),
+    ("Method", SLOPES), ("Again", SLOPES), ("PerQuery", SLOPES)
 ]  # fmt: skip
 
 
@@ -48,6 +63,14 @@ def test_heads_are_split_where_no_function_reads_them(name: str, rules: dict[str
     expected = {"all-gather": 4, "all-reduce": 1} if whole else reads
     assert program.count_collectives() == expected
     assert any(found.code == "TP104" for found in program.diagnostics) == whole
+
+
+def test_the_help_for_what_isnt_indexed_by_the_head_alone_helps() -> None:
+    model = MODELS["Pairs"]().double()
+    with gradients_on_a_cpu():
+        with pytest.raises(tpplan.CompileError, match=r"TP107(?s:.*)help: remove the rule for `slopes`"):
+            tpplan.compile_plan(model, {"version": 1, "modules": SLOPES}, 2, call(2, 8))
+        tpplan.compile_plan(model, {"version": 1, "modules": HEADS}, 2, call(2, 8))
 
 
 def of_gradients(models: Sequence[nn.Module], results: Sequence[Tensor]) -> float:

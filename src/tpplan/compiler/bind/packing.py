@@ -186,7 +186,9 @@ def _with_parameters(
             continue
         form = _find_use(readers, values[name]) if name in values else None
         if form is None or (isinstance(form, Addend) and not form.is_added and bound.style is Style.ROWWISE):
-            findings.append(_no_product(bound, readers, values.get(name)))
+            beside = _no_product(bound, readers, values.get(name))
+            split = "write `colwise`, which splits it with the features or heads that it stands beside, or "
+            findings.append(beside if form is None else replace(beside, help=f"{split}{beside.help}"))
         modules[name] = replace(bound, form=form)
     return modules
 

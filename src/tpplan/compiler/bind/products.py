@@ -11,6 +11,7 @@ out: `Product`: which of the parameter's dims the product contracts and which it
     einsum("btd,dhk->bthk", x, weight)       ->  weight (inputs, heads, width): makes dim 1, contracts dim 0
     cat((keys, key))                         ->  key (1, 1, features): goes with the features by dim 2
     my.product(x, w), "... i+, o i+ -> ... o"   ->  w (outputs, inputs): makes dim 0, contracts dim 1
+    my.biased(scores, b), "h q k, h k! -> h q k"  ->  b (heads, keys): goes with the heads by dim 0
     embedding(table, ids), table[ids]        ->  table (rows, features): goes with the features by dim 1
 """
 
@@ -41,6 +42,7 @@ _MASKS = (torch.bool, torch.uint8)
 _DEEPEST = 12
 
 Dims = tuple[int | None, ...]
+_Named = tuple[str, ...]  # a dim by the names of a rule
 
 
 class JoinedDim(int):
@@ -120,6 +122,8 @@ def _beside(readers: Readers, parameter: int) -> Addend | None:
         for _, operation, seen in readers.of(value):
             others = [i for i in operation.inputs if i != seen]
             made = operation.outputs[0]
+            for dim, its in _by_its_names(readers, operation, seen, dims) if seen == value else ():
+                found.setdefault(dim, Addend(shape[dim], dim, made, its, is_added=False))
             if not _stands_beside(operation) or len(others) != 1 or seen != value or made is None:
                 continue
             rank = len(values[made].shape)
@@ -130,6 +134,15 @@ def _beside(readers: Readers, parameter: int) -> Addend | None:
                     found.setdefault(dim, Addend(shape[dim], dim, made, rank - back, is_added=False))
     lone = Addend(shape[0], 0, None, 0, is_added=False) if len(shape) == 1 else None
     return found[min(found)] if found else lone
+
+
+def _by_its_names(readers: Readers, operation: Operation, value: int, dims: Dims) -> Iterator[tuple[int, int]]:
+    """The parameter's dims that a rule tells by a name of the result, as a table's by heads, with the result's."""
+    rule, told = rule_of(operation.name), _names(readers, operation, value)
+    for dim, names in zip(dims, () if told is None else told[0], strict=told is not None):
+        may_split = rule is not None and told is not None and bool(names) and rule.whole.isdisjoint(names)
+        if may_split and dim is not None and names in told[2]:
+            yield dim, told[2].index(names)
 
 
 def _stands_beside(operation: Operation) -> bool:
@@ -231,23 +244,34 @@ def _by_rule(
     readers: Readers, operation: Operation, value: int, dims: Dims, shape: tuple[int, ...]
 ) -> Iterator[Product]:
     """A product by a rule of the user's: one name of the parameter is a dim of the result, one of another argument."""
-    values, rule = readers.trace.values, rule_of(operation.name)
-    made = operation.outputs[0]
-    if rule is None or made is None or len(operation.outputs) != 1:
+    told, made = _names(readers, operation, value), operation.outputs[0]
+    if told is None or made is None or len(operation.outputs) != 1:
         return
-    named = [(i, term) for _, term, i in operands_of(operation, rule) if i is not None and term.dims is not None]
-    own, *others = sorted(
-        ((i, [d.names for d in dims_of(term, len(values[i].shape))]) for i, term in named),
-        key=lambda held: held[0] != value,
-    )
-    result = [d.names for d in dims_of(result_terms(rule, operation)[0], len(values[made].shape))]
-    outputs = [dim for dim, names in enumerate(own[1]) if names in result and names]
-    inputs = [(dim, i, other) for dim, names in enumerate(own[1]) for i, other in others if names in other]
-    if own[0] != value or len(outputs) != 1 or len(inputs) != 1 or outputs[0] == inputs[0][0]:
+    own, others, result = told
+    outputs = [dim for dim, names in enumerate(own) if names in result and names]
+    inputs = [(dim, i, other) for dim, names in enumerate(own) for i, other in others if names in other]
+    if len(outputs) != 1 or len(inputs) != 1 or outputs[0] == inputs[0][0]:
         return
     dim, given, other = inputs[0]
-    found = _made(shape, dims[outputs[0]], dims[dim], made, result.index(own[1][outputs[0]]), Reference(given))
-    yield from (replace(held, given_dim=other.index(own[1][dim])) for held in found)
+    found = _made(shape, dims[outputs[0]], dims[dim], made, result.index(own[outputs[0]]), Reference(given))
+    yield from (replace(held, given_dim=other.index(own[dim])) for held in found)
+
+
+def _names(
+    readers: Readers, operation: Operation, value: int
+) -> tuple[Sequence[_Named], Sequence[tuple[int, Sequence[_Named]]], Sequence[_Named]] | None:
+    """What a rule calls the dims of a value, of the other arguments, and of the first result; None without a rule."""
+    values, rule, made = readers.trace.values, rule_of(operation.name), operation.outputs[0]
+    if rule is None or made is None:
+        return None
+    named = [
+        (i, [dim.names for dim in dims_of(term, len(values[i].shape))])
+        for _, term, i in operands_of(operation, rule)
+        if i is not None and term.dims is not None
+    ]
+    own, others = dict(named).get(value), [held for held in named if held[0] != value]
+    result = result_terms(rule, operation)[0]
+    return None if own is None else (own, others, [dim.names for dim in dims_of(result, len(values[made].shape))])
 
 
 def _looked_up(

@@ -20,7 +20,7 @@ from tpplan.compiler.ir.trace import ForeignBackward, Location, Trace, quoted
 from tpplan.compiler.place.solution import Failure
 from tpplan.compiler.rules.propagate import Refusal
 from tpplan.compiler.trace.backward import REENTRANT
-from tpplan.ops.declared import registering
+from tpplan.ops.declared import registering, rule_of
 from tpplan.plan import Diagnostic, Pin, Style
 
 _REENTERED = "pass `use_reentrant=False`, with which autograd sees all that the checkpoint calls; or "
@@ -71,10 +71,10 @@ def _experts_around(module: str, binding: Binding, size: int) -> Bound | None:
 def _of_placement(here: Instance, failure: Failure, trace: Trace, binding: Binding, size: int) -> Diagnostic:
     module = quoted(here.frame.module)
     refusal = failure.refusal
-    cause = _culprit(here, refusal, trace, binding)
+    node = None if failure.node is None else here.region.nodes[failure.node]
+    cause = _culprit(here, node, refusal, trace, binding)
     bound = binding.modules.get(here.frame.module) if cause is None else cause.bound
     option, parameter = ("", "") if cause is None else (cause.option, cause.parameter)
-    node = None if failure.node is None else here.region.nodes[failure.node]
     if refusal.kind == "dispatch" and bound is not None:
         return _undispatched(here, binding.modules.get(here.frame.module) or bound, refusal, trace.batch)
     if refusal.kind == "pin" or not isinstance(node, OperationNode):
@@ -197,12 +197,19 @@ def _line(bound: Bound | None) -> str:
     return f" ({bound.rule.origin})" if bound is not None and bound.rule.origin else ""
 
 
-def _culprit(here: Instance, refusal: Refusal, trace: Trace, binding: Binding) -> Cause | None:
-    """What made an operand what it is: a pin rather than a rule that is as good without it."""
+def _culprit(
+    here: Instance, node: OperationNode | CallNode | None, refusal: Refusal, trace: Trace, binding: Binding
+) -> Cause | None:
+    """What made an operand what it is: a pin rather than a rule that is as good without it.
+
+    Of an operator with a rule, a parameter rather than what can be gathered in front of it.
+    """
     origins = Origins(DataFlow(trace), binding)
     behind = (origins.cause_behind(here.values[n]) for n, held in refusal.operands if not held.is_replicated)
     found = [cause for cause in behind if cause is not None]
-    return next((cause for cause in found if cause.option), next(iter(found), None))
+    declared = isinstance(node, OperationNode) and rule_of(node.name) is not None
+    first = next((cause for cause in found if cause.parameter and declared), next(iter(found), None))
+    return next((cause for cause in found if cause.option), first)
 
 
 def _sharded_operand(region: Region, node: OperationNode, refusal: Refusal) -> tuple[int, Layout] | None:

@@ -26,7 +26,7 @@ class Cause:
     Attributes:
         bound: a rule.
         option: the pin of it that makes the value so; "" if that is its style.
-        parameter: the split parameter, if the value is one itself, so that nothing can be gathered before it's read.
+        parameter: the split parameter or buffer, if the value is one itself, so that nothing is gathered before a read.
     """
 
     bound: Bound
@@ -42,6 +42,7 @@ class Origins:
         self.trace = flow.trace
         self.binding = binding
         self._flow = flow
+        self._stored = flow.trace.stored
         self._pinned: dict[int, Cause] | None = None
 
     def crossed_from(self, value: int) -> int:
@@ -64,7 +65,7 @@ class Origins:
             bound = self._owner(current)
             if bound is not None:
                 itself = self.crossed_from(value) == current
-                return Cause(bound, parameter=self.trace.parameters[current][0] if itself else "")
+                return Cause(bound, parameter=self._stored[current][0] if itself else "")
             if current in self._pins():
                 return self._pins()[current]
         return None
@@ -79,7 +80,7 @@ class Origins:
                 continue
             seen.add(current)
             whole = layouts is not None and current in layouts and layouts[current].is_replicated
-            is_parameter = current in self.trace.parameters
+            is_parameter = current in self._stored
             if whole and current != value and not is_parameter:
                 continue
             yield current
@@ -91,8 +92,8 @@ class Origins:
                 queue.extend(self._flow.made[current].inputs)
 
     def _owner(self, value: int) -> Bound | None:
-        """The rule that shards a value, if that is a parameter which one shards."""
-        names = self.trace.parameters.get(value)
+        """The rule that shards a value, if that is a parameter or a buffer which one shards."""
+        names = self._stored.get(value)
         return None if names is None else self.binding.owners.get(names[0])
 
     def _pins(self) -> dict[int, Cause]:
