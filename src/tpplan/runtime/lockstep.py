@@ -139,7 +139,7 @@ class LockstepCommunicator(ProcessGroupCommunicator):
         return self.meet(f"call {calls.number} of the model", facts)
 
     def end(self, program: Program) -> None:
-        """A call of the model has ended, which ran by `program`.
+        """A forward of a call has ended, which ran by `program`; where somebody looks, the call may run once more.
 
         Raises:
             WatchError: others ran.
@@ -152,8 +152,9 @@ class LockstepCommunicator(ProcessGroupCommunicator):
         calls.expected.append((calls.number, backward if comparable else Counter()))
         del calls.ends[:-_KEPT], calls.expected[:-_KEPT]
         least = program.count_collectives(backward=False, picked=False)
-        if comparable and not all(least[k] <= calls.counts[k] <= forward[k] for k in {*forward, *calls.counts}):
-            raise _other_counts(f"call {calls.number}", calls.counts, forward)
+        counts, calls.counts = calls.counts, Counter()
+        if comparable and not all(least[k] <= counts[k] <= forward[k] for k in {*forward, *counts}):
+            raise _other_counts(f"call {calls.number}", counts, forward)
 
     # -- collectives ----------------------------------------------------------------------------------------------
     def all_reduce(self, tensor: Tensor) -> Tensor:
