@@ -139,10 +139,12 @@ def _beside(readers: Readers, parameter: int) -> Addend | None:
 def _by_its_names(readers: Readers, operation: Operation, value: int, dims: Dims) -> Iterator[tuple[int, int]]:
     """The parameter's dims that a rule tells by a name of the result, as a table's by heads, with the result's."""
     rule, told = rule_of(operation.name), _names(readers, operation, value)
-    for dim, names in zip(dims, () if told is None else told[0], strict=told is not None):
-        may_split = rule is not None and told is not None and bool(names) and rule.whole.isdisjoint(names)
-        if may_split and dim is not None and names in told[2]:
-            yield dim, told[2].index(names)
+    if rule is None or told is None:
+        return
+    own, _, result = told
+    for dim, names in zip(dims, own, strict=True):
+        if dim is not None and names and names in result and rule.whole.isdisjoint(names):
+            yield dim, result.index(names)
 
 
 def _stands_beside(operation: Operation) -> bool:
