@@ -24,23 +24,21 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from tpplan.compat import (
+from tpplan.compat.autograd import packs_saved_tensors, without_saved_tensor_hooks
+from tpplan.compat.hooks import has_hooks_of_all, without_global_hooks
+from tpplan.compat.modes import (
     DeviceContext,
     dispatch_modes,
     function_modes,
     has_dispatch_modes,
-    has_hooks_of_all,
     has_modes,
     is_profiled,
-    packs_saved_tensors,
     under_dispatch_modes,
     under_function_modes,
-    without_cached_weights,
     without_dispatch_modes,
-    without_global_hooks,
     without_profiler,
-    without_saved_tensor_hooks,
 )
+from tpplan.compat.modules import without_cached_weights
 
 _FOREIGN = ("torch.", "tpplan.")
 _NOTHING = nullcontext()

@@ -9,7 +9,7 @@ import pytest
 from tpplan.bench import collectives, generation_collectives
 from tpplan.bench.causal import CAUSAL
 from tpplan.bench.collectives_tables import collectives_tables, collectives_verdicts
-from tpplan.compat import fake_process_group
+from tpplan.compat.process_groups import fake_process_group
 from tpplan.plan import shipped_plan_names
 
 pytestmark = pytest.mark.slow

@@ -25,7 +25,7 @@ from tests.runtime.world import Member, world
 from tpplan.checkpoint import load_weights
 from tpplan.checkpoint.files import CheckpointError
 from tpplan.checkpoint.load import load
-from tpplan.compat import local_of
+from tpplan.compat.dtensors import local_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is deprecated")
 METADATA, DATA = ".metadata", "__0_0.distcp"

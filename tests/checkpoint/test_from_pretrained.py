@@ -26,7 +26,7 @@ from tests.runtime.world import Member, world
 from tpplan.checkpoint import load as loading
 from tpplan.checkpoint.files import SINGLE
 from tpplan.checkpoint.load import Loaded
-from tpplan.compat import local_of
+from tpplan.compat.dtensors import local_of
 from tpplan.plan import PlanError
 
 pytestmark = pytest.mark.processes

@@ -16,7 +16,7 @@ import tpplan
 from tests.checkpoint.subjects import Packs, subject
 from tests.runtime.world import Member, WorldError, world
 from tpplan.checkpoint.files import SINGLE
-from tpplan.compat import local_of
+from tpplan.compat.dtensors import local_of
 from tpplan.plan import PlanError
 
 pytestmark = pytest.mark.processes

@@ -46,7 +46,7 @@ def test_inspect_shows_equal_layers_once(folder: Path, capsys: pytest.CaptureFix
 
 def _read(member: Member, path: str) -> int:
     import tpplan
-    from tpplan.compat import local_of
+    from tpplan.compat.dtensors import local_of
 
     with torch.device("meta"):
         model = make()

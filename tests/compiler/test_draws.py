@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tpplan
-from tpplan.compat import OpOverload
+from tpplan.compat.schemas import OpOverload
 from tpplan.compiler.trace.draws import is_draw
 
 aten: Any = torch.ops.aten

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from tpplan import compat
+from tpplan.compat import propagator
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, sharded
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Reference
@@ -296,8 +296,8 @@ def test_a_rule_that_is_registered_again_is_asked_again() -> None:
     library.define("twice(Tensor x) -> Tensor")
     library.impl("twice", lambda x: 2 * x, "CompositeExplicitAutograd")  # pyright: ignore
     operator: Any = torch.ops.tpplan_asked_again.twice.default
-    operand = compat.OperatorMeta((4, 6), (6, 1), torch.float32, Shard(0))
+    operand = propagator.OperatorMeta((4, 6), (6, 1), torch.float32, Shard(0))
     for placement in (Shard(0), Replicate(), Shard(0), Replicate()):
         # What may be chosen: for each result, and for each operand.
-        compat.register_sharding(operator, lambda _, placement=placement: [([placement], [Shard(0)])])
-        assert compat.propagate(operator, (operand,), {}, 2) == [placement]
+        propagator.register_sharding(operator, lambda _, placement=placement: [([placement], [Shard(0)])])
+        assert propagator.propagate(operator, (operand,), {}, 2) == [placement]

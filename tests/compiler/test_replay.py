@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import tpplan
 from tests.marking import slow_but
-from tpplan.compat import fake_process_group
+from tpplan.compat.process_groups import fake_process_group
 from tpplan.compiler.ir.layout import REPLICATED
 from tpplan.compiler.ir.program import Program, RecordedBody
 from tpplan.compiler.rewrite import replay

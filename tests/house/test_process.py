@@ -76,7 +76,7 @@ def test_parallelize_makes_the_changes_that_are_listed_and_undo_takes_them_back(
     pytest.importorskip("accelerate")
     script = """
 import tpplan, tpplan.api
-from tpplan.compat import fake_process_group
+from tpplan.compat.process_groups import fake_process_group
 from torch.distributed.device_mesh import init_device_mesh
 with fake_process_group(2):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import tpplan
 from tests.runtime.simulated import plan_of
-from tpplan.compat import local_of
+from tpplan.compat.dtensors import local_of
 from tpplan.initialize.construction import named_tensors
 from tpplan.parity.rank import SimulatedDistributor
 from tpplan.parity.threads import Rendezvous, ThreadCommunicator

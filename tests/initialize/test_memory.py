@@ -13,7 +13,7 @@ import tpplan
 from tests.checkpoint.memory import MIB, peak
 from tests.plans.parity import PLANS
 from tests.runtime.world import Member, world
-from tpplan.compat import local_of
+from tpplan.compat.dtensors import local_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

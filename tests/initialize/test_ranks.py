@@ -20,7 +20,7 @@ from tests.marking import slow_but, sweep_but
 from tests.plans.parity import PLANS
 from tests.runtime.world import Member, world
 from tests.zoo.architectures import ARCHITECTURES, _made
-from tpplan.compat import local_of
+from tpplan.compat.dtensors import local_of
 from tpplan.plan import PlanError
 
 pytestmark = pytest.mark.processes

@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from tests.runtime.world import Member, world
 from tpplan import kernels
-from tpplan.compat import OperatorMeta, fake_process_group, propagate
+from tpplan.compat.process_groups import fake_process_group
+from tpplan.compat.propagator import OperatorMeta, propagate
 
 OPS = torch.ops.tpplan
 R, P = Replicate(), Partial()

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tpplan.compat import OpOverload, TorchDispatchMode
+from tpplan.compat.modes import TorchDispatchMode
+from tpplan.compat.schemas import OpOverload
 
 HIDDEN, WIDE, HEADS = 16, 32, 4
 

@@ -32,7 +32,7 @@ from tests.parity.test_whole_experts import (
 )
 from tests.zoo.architectures import build
 from tpplan.calls.errors import UnprovedCallError
-from tpplan.compat import fake_process_group
+from tpplan.compat.process_groups import fake_process_group
 from tpplan.parity import verify_program
 from tpplan.plan import CompileError, Exchange, Pattern
 from tpplan.report.program import render_program

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.runtime.simulated import on_ranks
-from tpplan.compat import local_of
+from tpplan.compat.dtensors import local_of
 from tpplan.compiler.ir.layout import sharded
 from tpplan.compiler.rules.views import viewed
 

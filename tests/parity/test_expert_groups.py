@@ -16,7 +16,7 @@ from torch.nn import functional
 import tpplan
 from tests.marking import in_turns
 from tests.parity.test_expert_lists import CHOSEN, WIDTH, Expert, of_all, of_any, of_each, of_hit, of_scatter
-from tpplan.compat import fake_process_group
+from tpplan.compat.process_groups import fake_process_group
 from tpplan.parity import verify_program
 from tpplan.plan import CompileError
 from tpplan.report.program import render_program

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import tpplan
 from tpplan.api import suggest_text
-from tpplan.compat import fake_process_group
+from tpplan.compat.process_groups import fake_process_group
 from tpplan.compiler.trace.choices import found_count
 from tpplan.parity import verify_program
 from tpplan.report.program import render_program

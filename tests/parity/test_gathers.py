@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import tpplan
 from tests.runtime.simulated import first_tensor, on_ranks, worst
 from tests.runtime.world import Member, world
-from tpplan.compat import fake_process_group
+from tpplan.compat.process_groups import fake_process_group
 from tpplan.compiler.ir.layout import Collective
 from tpplan.compiler.ir.program import Program
 from tpplan.parity.run import verify_program

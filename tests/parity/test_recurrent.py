@@ -19,7 +19,7 @@ from tests.marking import slow_but
 from tests.runtime.simulated import worst
 from tests.runtime.world import Member, world
 from tpplan.api import suggest_text
-from tpplan.compat import WEIGHTS_LISTED
+from tpplan.compat.modules import WEIGHTS_LISTED
 from tpplan.parity import verify_program
 from tpplan.plan import CompileError, load_plan
 from tpplan.runtime.recurrent import RecurrentBody

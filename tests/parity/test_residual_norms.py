@@ -20,7 +20,8 @@ import tpplan
 from tests.kernels.launches import counted
 from tests.models.tiny import tiny_model
 from tpplan import kernels
-from tpplan.compat import fake_process_group, local_of
+from tpplan.compat.dtensors import local_of
+from tpplan.compat.process_groups import fake_process_group
 from tpplan.compiler.ir.program import KernelUse
 from tpplan.runtime.fused_sums import ResidualNorm
 

@@ -16,7 +16,7 @@ import tpplan
 from tests.marking import in_turns, slow_but
 from tests.runtime.simulated import worst
 from tests.runtime.world import Member, world
-from tpplan.compat import fake_process_group
+from tpplan.compat.process_groups import fake_process_group
 from tpplan.plan import Style
 from tpplan.suggest import search, write_plan
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import tpplan
 from tpplan.calls.inference import inference
-from tpplan.compat import fake_process_group
+from tpplan.compat.process_groups import fake_process_group
 from tpplan.compiler.ir.layout import Collective
 from tpplan.cost.program import module_traffic
 from tpplan.parity import verify_program

@@ -20,7 +20,7 @@ from tests.parity.test_expert_groups import held, verified
 from tests.parity.test_whole_experts import WIDTH, by_size, of_added, of_grouped, of_hits, of_loop, of_picked
 from tests.parity.test_whole_experts import of_weighed_first as of_weighed
 from tpplan.calls.errors import UnprovedCallError
-from tpplan.compat import fake_process_group
+from tpplan.compat.process_groups import fake_process_group
 from tpplan.plan import CompileError
 from tpplan.report.program import render_program
 from tpplan.runtime.packed import PackedShard

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import tpplan
 from tests.runtime.simulated import worst
-from tpplan.compat import fake_process_group
+from tpplan.compat.process_groups import fake_process_group
 from tpplan.compiler.pipeline import compile_call
 from tpplan.compiler.request import Request
 from tpplan.parity.run import verify_program

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import tpplan
-from tpplan.compat import local_of
+from tpplan.compat.dtensors import local_of
 from tpplan.parity.rank import SimulatedDistributor
 from tpplan.parity.run import verify_program
 from tpplan.parity.threads import ThreadCommunicator, run_ranks

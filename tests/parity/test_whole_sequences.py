@@ -19,7 +19,7 @@ from tests.models.tiny import example_keywords, first_output, tiny_model
 from tests.plans.parity import run
 from tests.runtime.world import Member, world
 from tpplan.calls.guard import CallGuard
-from tpplan.compat import local_of
+from tpplan.compat.dtensors import local_of
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from tests.marking import sweep_but
 from tests.rules.calls import OPERATORS, Call, calls_of
 from tests.rules.sweep import ENTRYWISE
-from tpplan import compat
+from tpplan.compat import propagator
 
 QUICK = (
     "addmm", "bmm", "cat", "cumsum", "einsum", "expand", "flip", "gather", "index_put", "index_select", "masked_fill",
@@ -28,7 +28,7 @@ QUICK = (
 
 
 def schema(call: Call) -> OpSchema:
-    mesh = compat.fake_mesh(2)
+    mesh = propagator.fake_mesh(2)
 
     def spec(tensor: Tensor) -> DTensorSpec:
         return DTensorSpec(mesh, (Replicate(),), tensor_meta=TensorMeta(tensor.shape, tensor.stride(), tensor.dtype))
@@ -56,7 +56,7 @@ def asked(propagator: ShardingPropagator, question: OpSchema) -> Any:
 @pytest.mark.one_in(3)
 def test_results_have_the_geometry_that_torch_says(name: str) -> None:
     theirs = DTensor._op_dispatcher.sharding_propagator
-    ours = compat._MetaPropagator(theirs)
+    ours = propagator._MetaPropagator(theirs)
     for call in calls_of(name, 3):
         question = schema(call)
         assert asked(ours, question) == asked(theirs, question), call.key
@@ -66,4 +66,4 @@ def test_an_operation_that_makes_a_tensor_of_its_own_is_left_to_torch(monkeypatc
     theirs = DTensor._op_dispatcher.sharding_propagator
     monkeypatch.setattr(ShardingPropagator, "_propagate_tensor_meta_non_cached", lambda *_: "torch")
     question = schema(Call(torch.ops.aten.ones.default, ([2, 3],), {}))
-    assert compat._MetaPropagator(theirs)._propagate_tensor_meta_non_cached(question) == "torch"
+    assert propagator._MetaPropagator(theirs)._propagate_tensor_meta_non_cached(question) == "torch"

@@ -18,7 +18,7 @@ from tests.rules.numbers import Subject
 from tests.rules.outcomes import local_arguments
 from tests.rules.sweep import choices
 from tests.rules.test_audit import QUICK
-from tpplan.compat import fake_process_group
+from tpplan.compat.process_groups import fake_process_group
 from tpplan.compiler.ir.layout import PARTIAL, Layout, sharded
 from tpplan.compiler.rules.propagate import Propagator, Refusal
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tpplan.calls.guard import CallGuard
-from tpplan.compat import local_of
+from tpplan.compat.dtensors import local_of
 from tpplan.compiler.cover import Cover, Subject
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.trace import Trace

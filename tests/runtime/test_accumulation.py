@@ -20,7 +20,7 @@ from tests.marking import in_thirds, slow_but, sweep_but
 from tests.models.tiny import example_keywords, first_output, tiny_model
 from tests.plans.parity import PLANS, assert_close, counted, loss_of, tolerance, whole
 from tests.runtime.world import Member, world
-from tpplan.compat import local_of
+from tpplan.compat.dtensors import local_of
 from tpplan.runtime.packed import PackedTensor
 from tpplan.runtime.sharded import ShardedTensor
 

@@ -18,7 +18,7 @@ import tpplan
 from tests.runtime.simulated import Call, Change, on_ranks, plan_of, stepped, worst
 from tests.runtime.test_ambience import Functions
 from tpplan.calls.guard import CallGuard
-from tpplan.compat import local_of
+from tpplan.compat.dtensors import local_of
 from tpplan.compiler.request import Request
 from tpplan.rehearsal.prove import prove
 

@@ -19,7 +19,7 @@ from tests.marking import in_thirds, slow_but
 from tests.runtime.world import Member, world
 from tpplan.calls.arguments import Left, Parts
 from tpplan.calls.guard import CallGuard
-from tpplan.compat import local_of
+from tpplan.compat.dtensors import local_of
 from tpplan.compiler.ir.layout import REPLICATED
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import Compiled, compile_call

@@ -21,7 +21,7 @@ from tests.plans.parity import PLANS, counted
 from tests.runtime import data_parallel_toys as toys
 from tests.runtime.data_parallel_cells import CASES, LENGTH, ROWS, layers_of, llama, loss_of, run_cases
 from tests.runtime.world import world
-from tpplan.compat import fake_process_group
+from tpplan.compat.process_groups import fake_process_group
 
 QUICK = ["ddp accumulated", "replicate", "replicate by fsdp"]
 HSDP = ["hsdp"]

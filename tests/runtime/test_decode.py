@@ -156,7 +156,7 @@ def test_a_token_replays_from_a_cuda_graph() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     import tpplan
-    from tpplan.compat import fake_process_group
+    from tpplan.compat.process_groups import fake_process_group
 
     with fake_process_group(1), torch.no_grad():
         stock = made("llama").cuda()

@@ -15,7 +15,8 @@ from torch.nn.utils import parametrize
 import tpplan
 from tests.runtime.simulated import on_ranks
 from tests.runtime.world import Member, world
-from tpplan.compat import COMPILED_CALL, fake_mesh
+from tpplan.compat.dynamo import COMPILED_CALL
+from tpplan.compat.propagator import fake_mesh
 from tpplan.runtime import direct
 from tpplan.runtime.direct import Direct
 from tpplan.runtime.module_runtime import RUNTIME

@@ -12,7 +12,7 @@ from torch import nn
 import tpplan
 from tests.compiler.toys import HIDDEN, MLP
 from tpplan import kernels
-from tpplan.compat import fake_process_group
+from tpplan.compat.process_groups import fake_process_group
 from tpplan.compiler.ir.program import KernelUse
 from tpplan.runtime.kernels import active_uses
 from tpplan.runtime.writes import stock_class

@@ -16,7 +16,7 @@ from tests.checkpoint.memory import MIB, peak
 from tests.checkpoint.subjects import subject
 from tests.marking import slow_but
 from tests.runtime.world import Member, world
-from tpplan.compat import local_of
+from tpplan.compat.dtensors import local_of
 from tpplan.runtime import distribute
 from tpplan.runtime.distribute import MeshDistributor
 

@@ -20,7 +20,7 @@ from tests.models.tiny import output_tensors
 from tests.plans.parity import run
 from tests.runtime.world import Member, world
 from tpplan.calls.changes import Changes
-from tpplan.compat import TorchDispatchMode
+from tpplan.compat.modes import TorchDispatchMode
 from tpplan.plan import TpplanError
 
 pytestmark = pytest.mark.processes

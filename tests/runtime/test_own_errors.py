@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tpplan
 from tests.runtime.world import Member, world
-from tpplan.compat import fake_process_group
+from tpplan.compat.process_groups import fake_process_group
 
 pytestmark = pytest.mark.processes
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor, Replicate
 
-from tpplan.compat import fake_mesh, local_of, made_dtensor
+from tpplan.compat.dtensors import local_of, made_dtensor
+from tpplan.compat.propagator import fake_mesh
 from tpplan.compiler.ir.layout import Layout, Pack, packed, sharded
 from tpplan.runtime.packed import PackedShard, PackedTensor, packed_tensor
 from tpplan.runtime.pieces import part

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tpplan.compat import nothing_compiled
+from tpplan.compat.dynamo import nothing_compiled
 
 
 def compiles() -> bool:

@@ -14,7 +14,9 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from tpplan.compat import fake_mesh, fake_process_group, local_of, made_dtensor
+from tpplan.compat.dtensors import local_of, made_dtensor
+from tpplan.compat.process_groups import fake_process_group
+from tpplan.compat.propagator import fake_mesh
 from tpplan.compiler.ir.layout import Pack, packed
 from tpplan.runtime.packed import PackedTensor, packed_tensor
 from tpplan.runtime.sharded import ShardedTensor

@@ -22,7 +22,7 @@ from torch import nn
 
 from tpplan.api import parallelize, save_weights
 from tpplan.checkpoint.load import load
-from tpplan.compat import local_of
+from tpplan.compat.dtensors import local_of
 
 _CHUNK = 4 * 1024**2
 _MIB = 2**20

@@ -43,7 +43,7 @@ def measure(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
         return requests.measure(**arguments)
     from tpplan.bench import collectives, generation_collectives
-    from tpplan.compat import fake_process_group
+    from tpplan.compat.process_groups import fake_process_group
 
     size, plans = int(arguments.get("size", 2)), tuple(arguments.get("plans", ()))
     counted = generation_collectives if arguments.get("of") == "generation" else collectives

@@ -18,7 +18,7 @@ from tpplan.bench.forms import MODELS, SEQUENCE, TPPLAN, UNSHARDED
 from tpplan.bench.overhead import SIZE
 from tpplan.bench.rounds import processor_seconds, time_interleaved
 from tpplan.bench.subjects import ToySizes, first_tensor, toy_call, toy_llama
-from tpplan.compat import fake_process_group
+from tpplan.compat.process_groups import fake_process_group
 from tpplan.runtime.clipping import clip_grad_norm_
 
 OWN = "tpplan, torch's own on its DTensors"

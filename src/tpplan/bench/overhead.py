@@ -21,7 +21,7 @@ from tpplan.bench.forms import MODELS, SEQUENCE, TPPLAN, UNSHARDED, forms_of
 from tpplan.bench.megatron import split_by_hand
 from tpplan.bench.rounds import Timing, processor_seconds, time_interleaved, timing_against
 from tpplan.bench.subjects import ToySizes, first_tensor, toy_call, toy_llama
-from tpplan.compat import fake_process_group
+from tpplan.compat.process_groups import fake_process_group
 from tpplan.runtime.module_runtime import RUNTIME
 
 SIZE = 2

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.spawn import spawn  # pyright: ignore[reportUnknownVariableType]
 
-from tpplan.compat import TorchDispatchMode
+from tpplan.compat.modes import TorchDispatchMode
 
 Seconds = tuple[float, float]
 """By the clock, and of the process's processor."""

@@ -17,12 +17,9 @@ from torch import Tensor
 
 from tpplan.calls.arguments import without_opaque
 from tpplan.calls.decision import Call
-from tpplan.compat import (
-    random_state,
-    wants_shapes_alone,
-    without_dispatch_modes,
-    without_function_modes,
-)
+from tpplan.compat.generators import random_state
+from tpplan.compat.modes import without_dispatch_modes, without_function_modes
+from tpplan.compat.pipelines import wants_shapes_alone
 from tpplan.compiler.ir.program import Program, dtype_name
 from tpplan.compiler.ir.pytree import leaves
 from tpplan.compiler.trace.chance import states

@@ -20,14 +20,8 @@ from torch.distributed.tensor import DTensor
 from tpplan.calls.errors import UnprovedCallError
 from tpplan.calls.held import Held, LeanedOn
 from tpplan.calls.hooks import Hooks
-from tpplan.compat import (
-    computed_weights,
-    geometry_of,
-    is_pruning,
-    own_buffers,
-    own_modules,
-    own_parameters,
-)
+from tpplan.compat.modules import computed_weights, is_pruning, own_buffers, own_modules, own_parameters
+from tpplan.compat.tensors import geometry_of
 from tpplan.parity.tree import modules_in
 from tpplan.runtime import contents
 from tpplan.runtime.writes import HOOKS, WRITES, Watched, Writes, stock_class

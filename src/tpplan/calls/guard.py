@@ -48,19 +48,13 @@ from tpplan.calls.proofs import Proof, Proofs, cache_difference, covers, left_di
 from tpplan.calls.repeat import Repeats
 from tpplan.calls.steering import Steering
 from tpplan.calls.watch import Departure
-from tpplan.compat import (
-    buffer_versions,
-    compiles,
-    hooks_of,
-    inside_transform,
-    kept_buffers,
-    named_modules,
-    nothing_compiled,
-    own_buffers,
-    own_parameters,
-    random_state,
-    wants_shapes_alone,
-)
+from tpplan.compat.autograd import inside_transform
+from tpplan.compat.dynamo import compiles, nothing_compiled
+from tpplan.compat.generators import random_state
+from tpplan.compat.hooks import hooks_of
+from tpplan.compat.modules import kept_buffers, named_modules, own_buffers, own_parameters
+from tpplan.compat.pipelines import wants_shapes_alone
+from tpplan.compat.tensors import buffer_versions
 from tpplan.compiler.cover import Cover, NotCoveredError, Subject, cover
 from tpplan.compiler.explain.captures import models_own
 from tpplan.compiler.ir.hidden import hidden_tensors

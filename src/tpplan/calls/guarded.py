@@ -17,7 +17,7 @@ from tpplan.calls.errors import UnprovedCallError
 from tpplan.calls.passed import Passed
 from tpplan.calls.proofs import Proof
 from tpplan.calls.watch import Departure, Watch, sides
-from tpplan.compat import is_checkpointed
+from tpplan.compat.autograd import is_checkpointed
 from tpplan.compiler.explain.captures import models_own
 from tpplan.compiler.ir.steps import Step
 from tpplan.compiler.ir.trace import Sides

@@ -24,7 +24,9 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor, nn
 
 from tpplan.calls.coverage import Written
-from tpplan.compat import hook_tables, own_buffers, own_parameters, without_dispatch_modes, without_function_modes
+from tpplan.compat.hooks import hook_tables
+from tpplan.compat.modes import without_dispatch_modes, without_function_modes
+from tpplan.compat.modules import own_buffers, own_parameters
 from tpplan.compiler.ir.objects import without_checkpoint
 from tpplan.compiler.trace.skeleton import transplanted
 from tpplan.compiler.trace.state import hook_name

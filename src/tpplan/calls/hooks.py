@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from tpplan.ambience import is_users, may_return, original
-from tpplan.compat import copy_hook, hook_tables, tables_of_all
+from tpplan.compat.hooks import copy_hook, hook_tables, tables_of_all
 from tpplan.compiler.trace.skeleton import transplanted
 from tpplan.runtime.writes import Writes
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tpplan.compat import is_registered_container
+from tpplan.compat.trees import is_registered_container
 from tpplan.compiler.ir.objects import PLAIN, SHARED
 from tpplan.compiler.ir.pytree import children, shows_its_state
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from tpplan.compat import TorchDispatchMode, storage_key
+from tpplan.compat.modes import TorchDispatchMode
+from tpplan.compat.tensors import storage_key
 from tpplan.compiler.ir.pytree import leaves
 from tpplan.compiler.ir.trace import Geometry
 from tpplan.compiler.trace.recorder import Recorder

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tpplan.checkpoint.files import CheckpointError, finding
-from tpplan.compat import without_dispatch_modes
+from tpplan.compat.modes import without_dispatch_modes
 from tpplan.plan import Diagnostic, PlanError, Severity
 
 Digest = str | Mapping[str, str] | None

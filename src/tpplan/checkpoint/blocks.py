@@ -15,7 +15,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tpplan.compat import interleaving, local_of
+from tpplan.compat.dtensors import local_of
+from tpplan.compat.placements import interleaving
 from tpplan.runtime.packed import PackedTensor
 from tpplan.runtime.pieces import Part, narrowed
 from tpplan.runtime.state import part_of

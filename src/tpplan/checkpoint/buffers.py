@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.checkpoint.files import finding
-from tpplan.compat import named_modules, own_buffers, own_parameters, transient_buffers
+from tpplan.compat.modules import named_modules, own_buffers, own_parameters, transient_buffers
 from tpplan.plan import Diagnostic, Severity
 from tpplan.runtime.writes import WRITES
 

@@ -24,7 +24,7 @@ from tpplan.checkpoint.files import finding, listed
 from tpplan.checkpoint.header import Stored
 from tpplan.checkpoint.sketch import Sketch
 from tpplan.checkpoint.wanted import wanted_by
-from tpplan.compat import named_modules
+from tpplan.compat.modules import named_modules
 from tpplan.plan import Diagnostic
 from tpplan.runtime.writes import stock_class
 

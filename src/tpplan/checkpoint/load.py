@@ -25,7 +25,8 @@ from tpplan.checkpoint.ranges import elements
 from tpplan.checkpoint.reading import Files
 from tpplan.checkpoint.stored import alike
 from tpplan.checkpoint.wanted import Match, Wanted, match
-from tpplan.compat import local_of, own_parameters
+from tpplan.compat.dtensors import local_of
+from tpplan.compat.modules import own_parameters
 from tpplan.plan import Diagnostic, Severity
 from tpplan.runtime.distribute import device_of_mesh
 from tpplan.runtime.pieces import Box, whole_box

@@ -20,7 +20,7 @@ from tpplan.checkpoint.blocks import Block, Piece, Source, blocks, lies_in_parts
 from tpplan.checkpoint.entries import Entry, File
 from tpplan.checkpoint.ranks import Ranks
 from tpplan.checkpoint.writer import FileWriter
-from tpplan.compat import local_of
+from tpplan.compat.dtensors import local_of
 
 ROUND_BYTES = 64 * 1024**2
 """What all writers together get in a round; a block is at least one element."""

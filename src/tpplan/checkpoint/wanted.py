@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tpplan.checkpoint.assembled import Source, Sources
 from tpplan.checkpoint.files import finding, listed
 from tpplan.checkpoint.header import Stored
-from tpplan.compat import named_modules, own_buffers, own_parameters, transient_buffers
+from tpplan.compat.modules import named_modules, own_buffers, own_parameters, transient_buffers
 from tpplan.plan import Diagnostic, Severity
 
 _NOTES = 20

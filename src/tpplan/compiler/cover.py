@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import SYMBOLIC, SizeSymbols, as_python, balanced, expression_of, given_expression, hint_of
+from tpplan.compat.symbols import SYMBOLIC, SizeSymbols, as_python, balanced, expression_of, given_expression, hint_of
 from tpplan.compiler.check import local_run
 from tpplan.compiler.check.compare import CheckInput, Mismatch
 from tpplan.compiler.ir.layout import REPLICATED, Layout

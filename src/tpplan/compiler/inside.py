@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from tpplan.compat import named_modules, own_parameters
+from tpplan.compat.modules import named_modules, own_parameters
 from tpplan.compiler.bind.bind import Binding, Bound, once
 from tpplan.compiler.bind.expert_groups import SplitInside, holds_stacks
 from tpplan.compiler.bind.packing import pack

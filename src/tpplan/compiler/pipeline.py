@@ -16,7 +16,8 @@ from types import CodeType
 import torch
 
 from tpplan.ambience import ambience
-from tpplan.compat import named_modules, without_inference_kernels
+from tpplan.compat.modes import without_inference_kernels
+from tpplan.compat.modules import named_modules
 from tpplan.compiler.bind.bind import Binding, bind_parameters, bind_rules, once, unlike_layers
 from tpplan.compiler.bind.expert_groups import pack_in_groups
 from tpplan.compiler.bind.experts import share_out

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tpplan.compat import named_modules
+from tpplan.compat.modules import named_modules
 from tpplan.compiler.check import local_run
 from tpplan.compiler.check.compare import CheckInput, Mismatch, Shown
 from tpplan.compiler.check.localise import (

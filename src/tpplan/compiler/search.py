@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tpplan.compat import named_modules
+from tpplan.compat.modules import named_modules
 from tpplan.compiler.bind.recurrent import is_recurrent
 from tpplan.compiler.bind.regions import RegionTable, build_regions
 from tpplan.compiler.bind.wrappers import Members

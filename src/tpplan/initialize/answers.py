@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tpplan.compat import without_dispatch_modes, without_function_modes
+from tpplan.compat.modes import without_dispatch_modes, without_function_modes
 from tpplan.compiler.trace.recorder import Recorder as Capture
 from tpplan.initialize.findings import UNKNOWN, problem
 from tpplan.initialize.recorder import Recorder

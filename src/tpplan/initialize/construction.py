@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor, nn
 
-from tpplan.compat import named_modules, own_buffers, own_parameters
+from tpplan.compat.modules import named_modules, own_buffers, own_parameters
 from tpplan.initialize.answers import Answers
 from tpplan.initialize.executor import mapped
 from tpplan.initialize.record import Operation, Storage, View

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from tpplan.checkpoint.agreed import Ranks, Report, Words
-from tpplan.compat import local_of, uncompiled
+from tpplan.compat.dtensors import local_of
+from tpplan.compat.dynamo import uncompiled
 from tpplan.initialize.construction import Construction
 from tpplan.initialize.findings import APART, UNKNOWN, InitializationError, finding
 from tpplan.initialize.recipe import construction_of

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tpplan.compat import OpOverload
+from tpplan.compat.schemas import OpOverload
 
 
 class View(NamedTuple):

@@ -12,16 +12,9 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from tpplan.compat import (
-    OpOverload,
-    RecordingMode,
-    is_random,
-    schema_argument_names,
-    schema_mutates,
-    storage_key,
-    takes_device,
-    without_function_modes,
-)
+from tpplan.compat.modes import RecordingMode, without_function_modes
+from tpplan.compat.schemas import OpOverload, is_random, schema_argument_names, schema_mutates, takes_device
+from tpplan.compat.tensors import storage_key
 from tpplan.compiler.trace.recorder import Recorder as Capture
 from tpplan.initialize.evaluate import Evaluator
 from tpplan.initialize.executor import listed, mapped, over

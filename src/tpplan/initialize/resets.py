@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import named_modules, own_buffers, own_modules, own_parameters
+from tpplan.compat.modules import named_modules, own_buffers, own_modules, own_parameters
 from tpplan.initialize.assembling import why_not_plain
 from tpplan.initialize.findings import BUILD, UNKNOWN, InitializationError, finding
 from tpplan.runtime.writes import WRITES

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.compat import local_of, named_modules, own_buffers, own_parameters
+from tpplan.compat.dtensors import local_of
+from tpplan.compat.modules import named_modules, own_buffers, own_parameters
 from tpplan.initialize.construction import Construction
 from tpplan.initialize.findings import OTHER, UNKNOWN, finding
 from tpplan.plan import Diagnostic, Severity

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tpplan.compat import is_autocast_on_cuda
+from tpplan.compat.schemas import is_autocast_on_cuda
 from tpplan.kernels.errors import KernelArgumentError
 
 

@@ -9,7 +9,8 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, Placement
 
-from tpplan.compat import OpOverload, register_sharding
+from tpplan.compat.propagator import register_sharding
+from tpplan.compat.schemas import OpOverload
 
 NAMESPACE = "tpplan"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")

@@ -14,7 +14,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Literal, cast, get_args
 
-from tpplan.compat import take_as_constant
+from tpplan.compat.dynamo import take_as_constant
 from tpplan.kernels.kinds import KINDS
 from tpplan.kernels.measured import Measured, measured_on
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 
-from tpplan.compat import (
+from tpplan.compat.schemas import (
     TORCH_NAMESPACES,
     OpOverload,
     OpOverloadPacket,

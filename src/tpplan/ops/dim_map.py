@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tpplan.compat import OpOverload, schema_defaults, schema_keywords, schema_lists, schema_mutates
+from tpplan.compat.schemas import OpOverload, schema_defaults, schema_keywords, schema_lists, schema_mutates
 from tpplan.ops.registry import has_role, image_dims
 
 DIMS = frozenset(("dim", "dims", "dim0", "dim1", "dim2", "dimension"))

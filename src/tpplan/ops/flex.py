@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import flex_strides
+from tpplan.compat.flex_attention import flex_strides
 from tpplan.ops.dims import dims_of, sizes_of
 from tpplan.ops.functions import DeclaredFunction
 from tpplan.plan import InternalError

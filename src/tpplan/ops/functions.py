@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from tpplan.compat import READ_VERSION, flattened_tree, has_function_mode, rebuilt_tree
+from tpplan.compat.modes import has_function_mode
+from tpplan.compat.tensors import READ_VERSION
+from tpplan.compat.trees import flattened_tree, rebuilt_tree
 from tpplan.ops.declared import declare, read_or_refuse, refused, register_by_name
 from tpplan.ops.dims import dims_of, leading_dims, shape_of, sizes_of
 from tpplan.ops.trial import ClaimError

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from tpplan.compat import OpOverload
+from tpplan.compat.schemas import OpOverload
 
 _aten = torch.ops.aten
 

@@ -20,7 +20,8 @@ from typing import Any, cast
 
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from tpplan.compat import OpOverload, acceptable_shardings, given_sharding
+from tpplan.compat.propagator import acceptable_shardings, given_sharding
+from tpplan.compat.schemas import OpOverload
 from tpplan.ops.declared import OperatorRuleError, overloads, refused, rule_of
 from tpplan.plan.operator_rule import Dim, OperatorRule, Term
 

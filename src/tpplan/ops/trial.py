@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import READ_VERSION
+from tpplan.compat.tensors import READ_VERSION
 from tpplan.plan.operator_rule import Dim, OperatorRule
 
 UNTRIED = "its rule has `audit=False`"

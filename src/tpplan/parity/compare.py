@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tpplan.compat import local_of
+from tpplan.compat.dtensors import local_of
 from tpplan.compiler.bind.computed import layer_of
 from tpplan.compiler.ir.layout import Collective
 from tpplan.compiler.ir.program import Program

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import GENERATOR, OpOverload, TorchDispatchMode, random_state, set_random_state
+from tpplan.compat.generators import GENERATOR, random_state, set_random_state
+from tpplan.compat.modes import TorchDispatchMode
+from tpplan.compat.schemas import OpOverload
 from tpplan.compiler.ir.layout import Layout, Pack, packed, sharded
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.trace.draws import is_draw

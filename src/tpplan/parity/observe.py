@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tpplan.compat import local_of
+from tpplan.compat.dtensors import local_of
 from tpplan.parity.call import Call
 from tpplan.parity.tree import modules_in, path_name, tensors_in
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpplan.compat import fake_mesh
+from tpplan.compat.propagator import fake_mesh
 from tpplan.compiler.ir.layout import Pack
 from tpplan.compiler.ir.program import Program
 from tpplan.parity.call import Call

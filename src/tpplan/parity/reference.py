@@ -9,7 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import OpOverload, TorchDispatchMode
+from tpplan.compat.modes import TorchDispatchMode
+from tpplan.compat.schemas import OpOverload
 from tpplan.ops.registry import has_role
 from tpplan.parity.call import Call
 from tpplan.parity.draws import Draws, OwnDraws

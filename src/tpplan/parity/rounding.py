@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import OpOverload, TorchDispatchMode
+from tpplan.compat.modes import TorchDispatchMode
+from tpplan.compat.schemas import OpOverload
 from tpplan.ops.registry import FUSED_ATTENTION, base_name, has_role
 from tpplan.parity.call import Call
 from tpplan.parity.draws import OwnDraws

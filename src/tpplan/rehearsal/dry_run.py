@@ -16,17 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.ambience import ambience
-from tpplan.compat import (
-    NEEDS_NUMBERS,
-    OwnTensor,
-    TorchDispatchMode,
-    fake_tensors,
-    flattened_tree,
-    has_device,
-    is_built_for,
-    nothing_compiled,
-    rebuilt_tree,
-)
+from tpplan.compat.dtensors import OwnTensor
+from tpplan.compat.dynamo import nothing_compiled
+from tpplan.compat.fakes import NEEDS_NUMBERS, fake_tensors, has_device, is_built_for
+from tpplan.compat.modes import TorchDispatchMode
+from tpplan.compat.trees import flattened_tree, rebuilt_tree
 from tpplan.compiler.ir.pytree import with_tensors
 from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.trace.capture import argument_names

@@ -22,7 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.ambience import ambience
-from tpplan.compat import fake_mesh, named_modules, native_apply, runs_backward, without_packing
+from tpplan.compat.autograd import native_apply, runs_backward, without_packing
+from tpplan.compat.modules import named_modules
+from tpplan.compat.propagator import fake_mesh
 from tpplan.compiler.ir.layout import Pack, all_reduce_of
 from tpplan.compiler.ir.program import ParameterPlacement, Program
 from tpplan.compiler.ir.pytree import tensors_of, with_items, with_tensors

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from tpplan.compat import named_modules
+from tpplan.compat.modules import named_modules
 from tpplan.plan import TpplanError
 from tpplan.runtime.writes import WRITES
 

@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tpplan.compat import after_backward, copy_all, local_of, make_gradient, runs_backward
+from tpplan.compat.autograd import after_backward, runs_backward
+from tpplan.compat.dtensors import local_of, make_gradient
+from tpplan.compat.modules import copy_all
 from tpplan.plan import TpplanError
 from tpplan.runtime.faults import naming_ranks
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tpplan.compat import default_store, group_timeout, without_dispatch_modes, without_function_modes
+from tpplan.compat.modes import without_dispatch_modes, without_function_modes
+from tpplan.compat.process_groups import default_store, group_timeout
 from tpplan.plan import TpplanError
 
 _met: dict[tuple[str, int], int] = {}

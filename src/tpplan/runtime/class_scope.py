@@ -23,7 +23,9 @@ from torch import Tensor
 from torch.nn import Parameter, functional
 from torch.overrides import TorchFunctionMode
 
-from tpplan.compat import OpOverload, innermost_function_mode, without_function_modes, without_tensor_classes
+from tpplan.compat.modes import innermost_function_mode, without_function_modes
+from tpplan.compat.schemas import OpOverload
+from tpplan.compat.subclasses import without_tensor_classes
 from tpplan.compiler.ir.class_functions import (
     CROSS_ENTROPY,
     LOG_SOFTMAX,

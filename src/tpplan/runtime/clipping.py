@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from tpplan.compat import foreach_norm, local_of
+from tpplan.compat.dtensors import local_of
+from tpplan.compat.tensors import foreach_norm
 from tpplan.runtime.sharded import ShardedTensor
 from tpplan.runtime.sharded_operations import owned_elements, split_axes
 

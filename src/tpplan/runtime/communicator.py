@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpplan.compat import (
+from tpplan.compat.dynamo import is_traced
+from tpplan.compat.process_groups import (
     collectives_without_dispatch,
     group_all_gather,
     group_reduce_scatter,
-    is_traced,
     traced_all_gather,
     traced_all_reduce,
     traced_all_to_all,

@@ -26,16 +26,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.compat import (
-    count_as_compiled,
-    graph_break,
-    innermost_mode,
-    own_buffers,
-    own_parameters,
-    runs_backward,
-    set_compiler,
-    skip_frame,
-)
+from tpplan.compat.autograd import runs_backward
+from tpplan.compat.dynamo import count_as_compiled, graph_break, set_compiler, skip_frame
+from tpplan.compat.modes import innermost_mode
+from tpplan.compat.modules import own_buffers, own_parameters
 from tpplan.compiler.trace.preconditions import MARK
 from tpplan.plan import TpplanError
 from tpplan.runtime.class_scope import unseen

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from tpplan.compat import active_compiler, is_traced, set_compiler, skip_frame
+from tpplan.compat.dynamo import active_compiler, is_traced, set_compiler, skip_frame
 from tpplan.runtime.compiled import ENTRY, run_compiled, run_inside, runtime_of
 from tpplan.runtime.module_runtime import RUNTIME, ModuleRuntime
 from tpplan.runtime.outside_calls import call_alone, call_around

@@ -8,7 +8,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.compat import COMPILED_CALL, COMPOSED, own_buffers, own_modules, own_parameters
+from tpplan.compat.data_parallel import COMPOSED
+from tpplan.compat.dynamo import COMPILED_CALL
+from tpplan.compat.modules import own_buffers, own_modules, own_parameters
 from tpplan.compiler.trace.preconditions import MARK
 from tpplan.runtime.packed import PackedShard
 from tpplan.runtime.writes import CHECKS, WRITES

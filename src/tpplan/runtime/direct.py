@@ -21,15 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tpplan.compat import (
-    COMPILED_CALL,
-    FORWARD_HOOKS,
-    global_hook_tables,
-    is_called_as_usual,
-    local_of,
-    ordinary_call,
-    own_parameters,
-)
+from tpplan.compat.dtensors import local_of
+from tpplan.compat.dynamo import COMPILED_CALL
+from tpplan.compat.hooks import FORWARD_HOOKS, global_hook_tables, is_called_as_usual, ordinary_call
+from tpplan.compat.modules import own_parameters
 from tpplan.runtime.compiled import ENTRY
 from tpplan.runtime.kernels import Body, Fused
 from tpplan.runtime.layers import ReducedLinear, ShardedLinear, VocabularyEmbedding

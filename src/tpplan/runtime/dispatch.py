@@ -21,7 +21,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import has_dispatch_modes, native_apply, without_keeping_modes
+from tpplan.compat.autograd import native_apply
+from tpplan.compat.modes import has_dispatch_modes, without_keeping_modes
 from tpplan.compiler.ir.program import ModuleProgram, SharedExperts
 from tpplan.runtime.communicator import Communicator, of_backward, placed
 from tpplan.runtime.experts import StackBody, by_token

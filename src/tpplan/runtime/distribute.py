@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tpplan.compat import made_dtensor, name_tensor
+from tpplan.compat.dtensors import made_dtensor
+from tpplan.compat.tensors import name_tensor
 from tpplan.compiler.ir.program import ParameterPlacement
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.faults import naming_ranks

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
-from tpplan.compat import OpOverload, RecordingMode, innermost_mode
+from tpplan.compat.modes import RecordingMode, innermost_mode
+from tpplan.compat.schemas import OpOverload
 from tpplan.compiler.ir.trace import quoted
 from tpplan.compiler.trace.draws import is_draw
 from tpplan.runtime.randomness import RandomnessError, ReplicatedRandomness, SplitRandomness, is_checkpointed

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.ambience import ambience
-from tpplan.compat import fake_call, native_apply, own_parameters
+from tpplan.compat.autograd import native_apply
+from tpplan.compat.fakes import fake_call
+from tpplan.compat.modules import own_parameters
 from tpplan.compiler.check.experts import Argument, OtherCounts, Part
 from tpplan.compiler.ir.program import ModuleProgram, SharedExperts
 from tpplan.compiler.trace.capture import argument_names

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tpplan.compat import group_timeout, runs_backward
+from tpplan.compat.autograd import runs_backward
+from tpplan.compat.process_groups import group_timeout
 from tpplan.runtime import board
 from tpplan.runtime.board import LostRankError
 

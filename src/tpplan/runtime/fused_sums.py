@@ -19,7 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import is_traced, own_parameters, saving_hook, without_tensor_classes
+from tpplan.compat.autograd import saving_hook
+from tpplan.compat.dynamo import is_traced
+from tpplan.compat.modules import own_parameters
+from tpplan.compat.subclasses import without_tensor_classes
 from tpplan.compiler.ir.program import KernelUse, dtype_name
 from tpplan.kernels.kinds import KINDS
 from tpplan.plan import KernelKind

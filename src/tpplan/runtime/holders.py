@@ -20,7 +20,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import base_of, use_count, without_tensor_classes
+from tpplan.compat.subclasses import without_tensor_classes
+from tpplan.compat.tensors import base_of, use_count
 from tpplan.runtime.sharded import ShardedTensor, refusal
 
 Replaced = tuple[nn.Parameter, nn.Parameter, str]

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tpplan.compat import active_compiler, is_traced, skip_frame, without_function_modes
+from tpplan.compat.dynamo import active_compiler, is_traced, skip_frame
+from tpplan.compat.modes import without_function_modes
 from tpplan.runtime.compiled import trace_call
 from tpplan.runtime.compiled_entry import call_compiled
 from tpplan.runtime.module_runtime import RUNTIME, ModuleRuntime

@@ -19,15 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpplan.compat import (
-    group_timeout,
-    next_node_number,
-    running_backward,
-    running_node_number,
-    runs_backward,
-    without_dispatch_modes,
-    without_function_modes,
-)
+from tpplan.compat.autograd import next_node_number, running_backward, running_node_number, runs_backward
+from tpplan.compat.modes import without_dispatch_modes, without_function_modes
+from tpplan.compat.process_groups import group_timeout
 from tpplan.compiler.ir.layout import all_reduce_of
 from tpplan.compiler.ir.program import Program
 from tpplan.plan import TpplanError

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import WEIGHTS_LISTED, named_modules, own_buffers, own_parameters, weights_to_list
+from tpplan.compat.modules import WEIGHTS_LISTED, named_modules, own_buffers, own_parameters, weights_to_list
 from tpplan.compiler.bind.attributes import replaced_attribute
 from tpplan.compiler.ir.program import ParameterPlacement, Program
 from tpplan.compiler.trace.skeleton import make_skeleton

@@ -15,16 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.ambience import as_called, behind_a_call
-from tpplan.compat import (
-    active_compiler,
-    has_dispatch_modes,
-    is_jit_traced,
-    is_traced,
-    runs_backward,
-    skip_frame,
-    without_function_modes,
-    without_inference_kernels,
-)
+from tpplan.compat.autograd import runs_backward
+from tpplan.compat.dynamo import active_compiler, is_traced, skip_frame
+from tpplan.compat.modes import has_dispatch_modes, is_jit_traced, without_function_modes, without_inference_kernels
 from tpplan.compiler.ir.pytree import NothingThereError
 from tpplan.plan import InternalError
 from tpplan.runtime.communicator import ProcessGroupCommunicator

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tpplan.compat import without_function_modes
+from tpplan.compat.modes import without_function_modes
 from tpplan.compiler.ir.layout import REPLICATED, Layout, reshard_between
 from tpplan.compiler.ir.pytree import Walk
 from tpplan.compiler.trace.capture import argument_names

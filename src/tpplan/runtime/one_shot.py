@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpplan.compat import one_shot_sum, rendezvous, symmetric_empty
+from tpplan.compat.process_groups import one_shot_sum, rendezvous, symmetric_empty
 from tpplan.compiler.ir.layout import Collective, all_reduce_of
 from tpplan.runtime.agreement import any_rank
 

@@ -31,24 +31,20 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tpplan.ambience import Onlooker, is_users
-from tpplan.compat import (
-    OpOverload,
+from tpplan.compat.hooks import has_hooks_of_all, tables_of_all
+from tpplan.compat.modes import (
     TorchDispatchMode,
     dispatch_modes,
     function_modes,
     has_dispatch_modes,
-    has_hooks_of_all,
     has_modes,
-    own_buffers,
-    own_modules,
-    own_parameters,
-    schema_mutates,
-    storage_key,
-    tables_of_all,
     under_dispatch_modes,
     under_function_modes,
     without_function_modes,
 )
+from tpplan.compat.modules import own_buffers, own_modules, own_parameters
+from tpplan.compat.schemas import OpOverload, schema_mutates
+from tpplan.compat.tensors import storage_key
 from tpplan.compiler.ir.pytree import tensors_in
 from tpplan.plan import TpplanError
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from tpplan.compat import runs_backward
+from tpplan.compat.autograd import runs_backward
 from tpplan.runtime.compiled import runtime_of
 from tpplan.runtime.module_runtime import RUNTIME, ModuleRuntime
 from tpplan.runtime.outside import whole_arguments

@@ -24,15 +24,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tpplan.compat import (
-    OFF,
-    OwnPlacement,
-    gathered_over_ranks,
-    interleaving,
-    local_of,
-    made_dtensor,
-    placed_anew,
-)
+from tpplan.compat.dtensors import OwnPlacement, local_of, made_dtensor, placed_anew
+from tpplan.compat.placements import interleaving
+from tpplan.compat.process_groups import gathered_over_ranks
+from tpplan.compat.subclasses import OFF
 from tpplan.compiler.ir.layout import Layout, Pack
 from tpplan.runtime import pieces
 from tpplan.runtime.faults import naming_ranks

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.compat import local_of, local_of_one_axis, make_gradient, native_apply, own_parameters
+from tpplan.compat.autograd import native_apply
+from tpplan.compat.dtensors import local_of, local_of_one_axis, make_gradient
+from tpplan.compat.modules import own_parameters
 from tpplan.compiler.ir.layout import Layout
 from tpplan.runtime.averaging import DataParallelError
 from tpplan.runtime.communicator import Communicator, of_sums

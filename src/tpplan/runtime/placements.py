@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import wants_shapes_alone, without_dispatch_modes, without_function_modes
+from tpplan.compat.modes import without_dispatch_modes, without_function_modes
+from tpplan.compat.pipelines import wants_shapes_alone
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.program import Boundary, Program, dtype_name
 from tpplan.compiler.ir.pytree import tensors_of

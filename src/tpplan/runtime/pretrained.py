@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.compat import own_modules
+from tpplan.compat.modules import own_modules
 from tpplan.runtime.around import telling_methods
 from tpplan.runtime.faults import naming_ranks
 

@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 import torch
 from torch.utils import checkpoint
 
-from tpplan.compat import GENERATOR, random_state, set_random_state
+from tpplan.compat.generators import GENERATOR, random_state, set_random_state
 from tpplan.plan import TpplanError
 from tpplan.runtime.communicator import Communicator
 

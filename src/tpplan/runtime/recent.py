@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING, NamedTuple
 
-from tpplan.compat import next_node_number, running_node_number, runs_backward
+from tpplan.compat.autograd import next_node_number, running_node_number, runs_backward
 from tpplan.plan import TpplanError
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tpplan.compat import without_dispatch_modes, without_function_modes
+from tpplan.compat.modes import without_dispatch_modes, without_function_modes
 from tpplan.compiler.bind.recurrent import made_anew
 from tpplan.compiler.ir.layout import Pack
 from tpplan.compiler.ir.program import Recurrence

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from tpplan.compat import OwnReducer, pending_fully_shard, refused_option
+from tpplan.compat.data_parallel import OwnReducer, pending_fully_shard, refused_option
 from tpplan.compiler.ir.pytree import children
 from tpplan.runtime.averaging import MEBIBYTE, Averager, DataParallelError, equalise
 

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import has_dispatch_modes, is_traced, native_apply, without_keeping_modes
+from tpplan.compat.autograd import native_apply
+from tpplan.compat.dynamo import is_traced
+from tpplan.compat.modes import has_dispatch_modes, without_keeping_modes
 from tpplan.compiler.ir.layout import LARGEST, Collective, Layout, Pack
 from tpplan.plan import TpplanError
 from tpplan.runtime.communicator import Communicator, ProcessGroupCommunicator, of_backward

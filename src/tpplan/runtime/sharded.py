@@ -18,18 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from tpplan.compat import (
-    OwnPlacement,
-    OwnTensor,
-    base_of,
-    interleaving,
-    is_gathered,
-    local_of,
-    name_alike,
-    name_of,
-    new_distributed_tensor,
-    skip_frame,
-)
+from tpplan.compat.dtensors import OwnPlacement, OwnTensor, local_of, new_distributed_tensor
+from tpplan.compat.dynamo import skip_frame
+from tpplan.compat.placements import interleaving
+from tpplan.compat.tensors import base_of, is_gathered, name_alike, name_of
 from tpplan.compiler.ir.layout import REPLICATED, sharded
 from tpplan.plan import Diagnostic, PlanError
 from tpplan.runtime import pieces

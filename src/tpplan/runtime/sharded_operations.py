@@ -18,17 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tpplan.compat import (
-    OpOverload,
-    OwnPlacement,
-    interleaving,
-    lie_alike,
-    local_of,
-    over_ranks,
-    schema_argument_names,
-    schema_mutates,
-    without_tensor_classes,
-)
+from tpplan.compat.dtensors import OwnPlacement, lie_alike, local_of
+from tpplan.compat.placements import interleaving
+from tpplan.compat.process_groups import over_ranks
+from tpplan.compat.schemas import OpOverload, schema_argument_names, schema_mutates
+from tpplan.compat.subclasses import without_tensor_classes
 from tpplan.runtime.faults import naming_ranks
 from tpplan.runtime.sharded import ShardedTensor, forwards, refuse_gathered, shown
 from tpplan.runtime.sharded_views import ShardedView, makes_views, mapped, note_written, on_wholes, view_of, written_to

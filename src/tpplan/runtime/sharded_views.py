@@ -16,19 +16,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tpplan.compat import (
-    OFF,
-    OpOverload,
-    as_in_mode_of,
-    local_of,
-    schema_argument_names,
-    schema_mutates,
-    schema_returns_view,
-    skip_frame,
-    storage_key,
-    wait_for,
-    wrapper_like,
-)
+from tpplan.compat.dtensors import as_in_mode_of, local_of
+from tpplan.compat.dynamo import skip_frame
+from tpplan.compat.process_groups import wait_for
+from tpplan.compat.schemas import OpOverload, schema_argument_names, schema_mutates, schema_returns_view
+from tpplan.compat.subclasses import OFF, wrapper_like
+from tpplan.compat.tensors import storage_key
 from tpplan.runtime.sharded import ShardedTensor, WholeMethods, gathered_for, refusal, refuse_gathered, shown, whole_of
 
 Step = Callable[[Tensor], Tensor]

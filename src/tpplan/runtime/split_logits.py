@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tpplan.compat import made_wrapper, without_tensor_classes
+from tpplan.compat.subclasses import made_wrapper, without_tensor_classes
 from tpplan.compiler.ir.pytree import with_items
 from tpplan.runtime import class_choices
 from tpplan.runtime.class_rows import ClassPart

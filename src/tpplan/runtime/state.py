@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tpplan.compat import local_of, made_dtensor, own_parameters
+from tpplan.compat.dtensors import local_of, made_dtensor
+from tpplan.compat.modules import own_parameters
 from tpplan.runtime.packed import PackedTensor
 from tpplan.runtime.sharded import ShardedTensor, part_of
 

@@ -21,7 +21,8 @@ from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from tpplan.compat import OwnPlacement, gradient_of, lie_alike, like_distributed, local_of
+from tpplan.compat.dtensors import OwnPlacement, lie_alike, like_distributed, local_of
+from tpplan.compat.tensors import gradient_of
 from tpplan.runtime.sharded import REPLACED, ShardedTensor, refusal, shown
 
 BY_ELEMENT: tuple[type[Optimizer], ...] = (

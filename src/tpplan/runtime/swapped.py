@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpplan.compat import own_buffers, own_parameters, recomputes
+from tpplan.compat.autograd import recomputes
+from tpplan.compat.modules import own_buffers, own_parameters
 from tpplan.runtime.compiled_entry import as_called, with_entry
 from tpplan.runtime.layers import ReducedLinear, ShardedLinear, VocabularyEmbedding
 from tpplan.runtime.module_runtime import RUNTIME, ModuleRuntime

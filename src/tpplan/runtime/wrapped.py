@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from tpplan.compat import compiled_inside, own_modules, read_anew, uncompiled
+from tpplan.compat.dynamo import compiled_inside, read_anew, uncompiled
+from tpplan.compat.modules import own_modules
 
 
 @contextmanager

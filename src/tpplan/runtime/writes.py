@@ -22,19 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from tpplan.compat import (
-    COMPILED_CALL,
-    fsdp_unit,
-    is_gathered,
-    is_localized,
-    is_localizer,
-    is_of_fsdp,
-    local_of,
-    mark_gathered,
-    name_alike,
-    own_parameters,
-    replicas_without_mesh,
-)
+from tpplan.compat.data_parallel import fsdp_unit, is_localized, is_localizer, is_of_fsdp, replicas_without_mesh
+from tpplan.compat.dtensors import local_of
+from tpplan.compat.dynamo import COMPILED_CALL
+from tpplan.compat.modules import own_parameters
+from tpplan.compat.tensors import is_gathered, mark_gathered, name_alike
 from tpplan.runtime.onlookers import Onlookers
 from tpplan.runtime.replicas import look_at_composition
 from tpplan.runtime.sharded import REPLACED, ShardedTensor

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from tpplan.compat import without_function_modes
+from tpplan.compat.modes import without_function_modes
 from tpplan.state.content import Identity, Reader, is_constant, is_small, numbers, plain
 from tpplan.state.parts import (
     PLAIN,

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-from tpplan.compat import named_modules
+from tpplan.compat.modules import named_modules
 from tpplan.compiler.ir.layout import Collective, Layout
 from tpplan.compiler.ir.program import ModuleProgram, ParameterPlacement, Program, Reshard
 from tpplan.plan import CompileError, Diagnostic, Plan, Style

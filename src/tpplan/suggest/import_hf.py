@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 
 from torch import nn
 
-from tpplan.compat import named_modules
+from tpplan.compat.modules import named_modules
 from tpplan.compiler.queries import linear_form
 from tpplan.plan import CompileError, Diagnostic
 from tpplan.plan.emit import SCHEMA_COMMENT

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from tpplan.compat import named_modules
+from tpplan.compat.modules import named_modules
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.queries import stored_names

@@ -28,7 +28,7 @@ from typing import Any
 from torch import nn
 
 from tpplan.ambience import ambience
-from tpplan.compat import computed_weights, named_modules, parametrized_tensors
+from tpplan.compat.modules import computed_weights, named_modules, parametrized_tensors
 from tpplan.compiler.ir.class_functions import LOSSES
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.trace import Operation

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from tpplan.compat import named_modules, parametrized_tensors
+from tpplan.compat.modules import named_modules, parametrized_tensors
 from tpplan.compiler.ir.layout import Features
 from tpplan.compiler.ir.layout import Pack as Stretch
 from tpplan.compiler.ir.region import Instance

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from tpplan.compat import named_modules
+from tpplan.compat.modules import named_modules
 from tpplan.compiler.ir.trace import Operation
 from tpplan.compiler.queries import layer_of
 from tpplan.plan import Plan, Style

@@ -13,7 +13,9 @@ import tpplan
 from tests.kernels.numerics.harness import DEVICE
 from tests.models.tiny import first_output, tiny_model
 from tpplan import kernels
-from tpplan.compat import fake_process_group, local_of, without_function_modes
+from tpplan.compat.dtensors import local_of
+from tpplan.compat.modes import without_function_modes
+from tpplan.compat.process_groups import fake_process_group
 from tpplan.kernels import backend
 from tpplan.kernels.backend import INTERPRETED
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
-from tpplan.compat import named_modules, parametrized_tensors
+from tpplan.compat.modules import named_modules, parametrized_tensors
 from tpplan.compiler.bind.linear import Addend, LinearForm, Product, linear_form
 from tpplan.compiler.bind.misfits import may_compute, may_wrap, misfit
 from tpplan.compiler.bind.recurrent import recurrence

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from tpplan.compat import PARAMETRIZATIONS, named_modules, parametrized_tensors
+from tpplan.compat.modules import PARAMETRIZATIONS, named_modules, parametrized_tensors
 from tpplan.compiler.bind.linear import Addend, Product
 from tpplan.compiler.bind.products import Dims, find_use, moved
 from tpplan.compiler.bind.readers import Readers

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from tpplan.compat import named_modules, own_parameters
+from tpplan.compat.modules import named_modules, own_parameters
 from tpplan.compiler.bind.bind import Binding, Bound, bind_parameters, once
 from tpplan.compiler.bind.linear import Addend
 from tpplan.compiler.bind.packing import Packed, pack

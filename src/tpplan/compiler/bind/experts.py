@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from tpplan.compat import named_modules, own_parameters
+from tpplan.compat.modules import named_modules, own_parameters
 from tpplan.compiler.bind.bind import Binding, Bound, bind_parameters, once
 from tpplan.compiler.bind.expert_groups import SplitInside, dispatched, stacked_count
 from tpplan.compiler.ir.layout import PARTIAL, Layout, Pack, packed, sharded

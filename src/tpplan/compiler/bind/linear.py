@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import OpOverload, RecordingMode, own_buffers, own_parameters
+from tpplan.compat.modes import RecordingMode
+from tpplan.compat.modules import own_buffers, own_parameters
+from tpplan.compat.schemas import OpOverload
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.ops.registry import has_role
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from tpplan.compat import computed_weights, is_pruning, named_modules, own_parameters, parametrized_tensors
+from tpplan.compat.modules import computed_weights, is_pruning, named_modules, own_parameters, parametrized_tensors
 from tpplan.compiler.bind.linear import is_convolution, is_grouped_convolution, linear_form
 from tpplan.compiler.bind.recurrent import is_recurrent, obstacle
 from tpplan.compiler.bind.tables import is_table

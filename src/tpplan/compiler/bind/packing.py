@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from tpplan.compat import named_modules, parametrized_tensors
+from tpplan.compat.modules import named_modules, parametrized_tensors
 from tpplan.compiler.bind.bind import Binding, Bound, bind_parameters, once
 from tpplan.compiler.bind.computed import Computed, names_among
 from tpplan.compiler.bind.in_bodies import computed_by_layers

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import OpOverload, RecordingMode
+from tpplan.compat.modes import RecordingMode
+from tpplan.compat.schemas import OpOverload
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.ops.registry import has_role
 

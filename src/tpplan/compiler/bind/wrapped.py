@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from tpplan.compat import own_parameters
+from tpplan.compat.modules import own_parameters
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _BESIDE = 10  # of what a model holds beside the wrapped one: less than a tenth of that, such as a learnt prompt

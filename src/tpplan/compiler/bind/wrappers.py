@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from tpplan.compat import named_modules
+from tpplan.compat.modules import named_modules
 from tpplan.compiler.bind.bind import Binding, Bound, bind_parameters, once
 from tpplan.compiler.bind.in_bodies import computed_in_bodies, members_of
 from tpplan.compiler.bind.linear import linear_form

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from tpplan.compat import derive_class, named_modules
+from tpplan.compat.modules import derive_class, named_modules
 from tpplan.compiler.bind.attributes import integer_attributes
 from tpplan.compiler.ir.trace import Trace
 from tpplan.compiler.trace.capture import Capture, record

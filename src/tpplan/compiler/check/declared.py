@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import TORCH_NAMESPACES, OpOverload, schema_argument_names
+from tpplan.compat.schemas import TORCH_NAMESPACES, OpOverload, schema_argument_names
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.trace import Operation, Reference, Trace, Value
 from tpplan.compiler.rules.declared import operands_of, result_terms, rules_of, told_sizes

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import named_modules
+from tpplan.compat.modules import named_modules
 from tpplan.compiler.bind.attributes import integer_attributes, replaced_attribute
 from tpplan.compiler.bind.bind import Binding, Bound, once
 from tpplan.compiler.bind.expert_groups import SplitInside

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tpplan.compat import named_modules
+from tpplan.compat.modules import named_modules
 from tpplan.compiler.ir.program import LocalAttribute
 from tpplan.compiler.ir.pytree import leaves
 from tpplan.state.content import Identity, Reader, is_constant, plain

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import named_modules, without_dispatch_modes
+from tpplan.compat.modes import without_dispatch_modes
+from tpplan.compat.modules import named_modules
 from tpplan.compiler.bind.attributes import replaced_attribute
 from tpplan.compiler.check.backward import backward_fault
 from tpplan.compiler.check.compare import (

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
-from tpplan.compat import named_modules
+from tpplan.compat.modules import named_modules
 from tpplan.compiler.bind.attributes import integer_attributes
 from tpplan.compiler.check.compare import CheckInput, Mismatch
 from tpplan.compiler.ir.layout import REPLICATED, Layout

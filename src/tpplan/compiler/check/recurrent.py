@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import named_modules, own_parameters
+from tpplan.compat.modules import named_modules, own_parameters
 from tpplan.compiler.bind.bind import Binding, Bound, once
 from tpplan.compiler.bind.recurrent import made_anew
 from tpplan.compiler.ir.dataflow import DataFlow

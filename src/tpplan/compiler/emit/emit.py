@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from tpplan.compat import named_modules, own_buffers, own_parameters
+from tpplan.compat.modules import named_modules, own_buffers, own_parameters
 from tpplan.compiler.bind.bind import Binding, Bound
 from tpplan.compiler.bind.linear import LinearForm
 from tpplan.compiler.emit.class_calls import class_calls, counted_among, statistics

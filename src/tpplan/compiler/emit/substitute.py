@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from tpplan.compat import has_hooks
+from tpplan.compat.hooks import has_hooks
 from tpplan.compiler.bind.bind import Binding
 from tpplan.compiler.emit.class_calls import counted_among, losses
 from tpplan.compiler.emit.sums import sum_before

@@ -9,7 +9,7 @@ out: which of the body's sums the norm reads; or why the two stay apart
 
 from __future__ import annotations
 
-from tpplan.compat import schema_mutates
+from tpplan.compat.schemas import schema_mutates
 from tpplan.compiler.ir.region import CallNode, Instance, OperationNode, Region
 from tpplan.compiler.ir.trace import Operation, Reference, Trace
 

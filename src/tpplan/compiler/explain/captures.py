@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import without_dispatch_modes, without_function_modes
+from tpplan.compat.modes import without_dispatch_modes, without_function_modes
 from tpplan.compiler.ir.pytree import tensors_in, with_items
 from tpplan.compiler.ir.trace import Location, quoted
 from tpplan.compiler.trace.capture import CALLING, BodyError, ReplacedModuleError

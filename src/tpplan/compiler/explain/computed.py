@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from tpplan.compat import named_modules
+from tpplan.compat.modules import named_modules
 from tpplan.compiler.bind.bind import Binding
 from tpplan.compiler.bind.computed import layer_of
 from tpplan.compiler.bind.misfits import not_followed

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from tpplan.compat import named_modules
+from tpplan.compat.modules import named_modules
 from tpplan.compiler.bind.linear import linear_form
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, Layout, sharded

@@ -13,7 +13,7 @@ from collections import defaultdict
 
 from torch import nn
 
-from tpplan.compat import named_modules
+from tpplan.compat.modules import named_modules
 from tpplan.compiler.bind.bind import Binding
 from tpplan.plan import Diagnostic
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tpplan.compat import OpOverload, schema_argument_names
+from tpplan.compat.schemas import OpOverload, schema_argument_names
 
 CLASS_LIBRARY = torch.library.Library("tpplan_classes", "DEF")
 CLASS_LIBRARY.define(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tpplan.compat import OpOverload
+from tpplan.compat.schemas import OpOverload
 from tpplan.compiler.ir.class_functions import (
     CLASS_LIBRARY,
     LOSS_FUNCTIONS,

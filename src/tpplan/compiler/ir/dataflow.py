@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import cached_property
 
-from tpplan.compat import schema_mutates
+from tpplan.compat.schemas import schema_mutates
 from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace
 
 

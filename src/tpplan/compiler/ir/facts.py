@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import OpOverload, Unwatched
+from tpplan.compat.modes import Unwatched
+from tpplan.compat.schemas import OpOverload
 
 Path = tuple[str | int, ...]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from tpplan.compat import OpOverload
+from tpplan.compat.schemas import OpOverload
 
 _LIBRARY = torch.library.Library("tpplan_trace", "DEF")
 _LIBRARY.define("gradient(Tensor[] outputs, Tensor[] inputs, Tensor[]? grad_outputs) -> Tensor[]")

@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from tpplan.compat import interleaved_shard, interleaving
+from tpplan.compat.placements import interleaved_shard, interleaving
 
 
 class Collective(StrEnum):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
-from tpplan.compat import SYMBOLIC
+from tpplan.compat.symbols import SYMBOLIC
 from tpplan.compiler.ir.hidden import hidden_tensors
 from tpplan.compiler.ir.pytree import is_record, is_record_class, leaves, shows_its_state
 from tpplan.state.parts import PLAIN

@@ -26,7 +26,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import SYMBOLIC, is_registered_container, rebuild_container
+from tpplan.compat.symbols import SYMBOLIC
+from tpplan.compat.trees import is_registered_container, rebuild_container
 from tpplan.compiler.ir.trace import Path
 
 Change = Callable[[Path, Tensor], Tensor]

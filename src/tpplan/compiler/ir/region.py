@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tpplan.compat import OpOverload
+from tpplan.compat.schemas import OpOverload
 from tpplan.compiler.ir.layout import Layout, Pack
 from tpplan.compiler.ir.program import Recurrence, SharedExperts
 from tpplan.compiler.ir.trace import Frame, Location, Path, operator_name

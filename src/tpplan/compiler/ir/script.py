@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import OpOverload, named_modules, written_values
+from tpplan.compat.modules import named_modules
+from tpplan.compat.schemas import OpOverload, written_values
 from tpplan.compiler.ir.pytree import children, rebuilt
 from tpplan.compiler.ir.trace import Path, Reference
 from tpplan.plan import TpplanError

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tpplan.compat import without_function_modes
+from tpplan.compat.modes import without_function_modes
 from tpplan.compiler.ir.trace import Location
 
 _TORCH = f"{Path(torch.__file__).parent}/"

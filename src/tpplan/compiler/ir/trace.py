@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tpplan.compat import OpOverload
+from tpplan.compat.schemas import OpOverload
 from tpplan.compiler.ir.facts import Facts
 from tpplan.ops.registry import has_role
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import made_wrapper, takes_apart
+from tpplan.compat.subclasses import made_wrapper, takes_apart
 from tpplan.ops.issued import CLONE
 
 Shape = tuple[int, ...]

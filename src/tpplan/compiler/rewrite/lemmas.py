@@ -20,7 +20,7 @@ from typing import Literal
 
 from torch import nn
 
-from tpplan.compat import named_modules, own_parameters
+from tpplan.compat.modules import named_modules, own_parameters
 from tpplan.compiler.bind.bind import Binding, Bound, bind_parameters, once
 from tpplan.compiler.bind.linear import LinearForm
 from tpplan.compiler.ir.dataflow import DataFlow

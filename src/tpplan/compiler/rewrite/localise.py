@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tpplan.compat import schema_mutates, takes_device
+from tpplan.compat.schemas import schema_mutates, takes_device
 from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS, stock_function
 from tpplan.compiler.ir.layout import REPLICATED, Layout, in_packs
 from tpplan.compiler.ir.script import ReplayError, Run

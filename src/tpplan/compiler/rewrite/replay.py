@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import without_dispatch_modes
+from tpplan.compat.modes import without_dispatch_modes
 from tpplan.compiler.bind.bind import Binding
 from tpplan.compiler.bind.regions import build_regions
 from tpplan.compiler.ir.layout import REPLICATED, Features, Layout

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import schema_argument_names, schema_defaults, schema_mutates
+from tpplan.compat.schemas import schema_argument_names, schema_defaults, schema_mutates
 from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace
 from tpplan.compiler.rewrite.terms import (
     Blank,

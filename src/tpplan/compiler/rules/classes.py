@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tpplan.compat import OpOverload
+from tpplan.compat.schemas import OpOverload
 from tpplan.compiler.ir.class_functions import CROSS_ENTROPY, LOG_SOFTMAX, LOGSUMEXP, LOSSES, NLL_LOSS
 from tpplan.compiler.ir.class_reductions import (
     AMAX,

@@ -19,7 +19,8 @@ from typing import Any, cast
 
 from torch.distributed.tensor.placement_types import Replicate
 
-from tpplan.compat import OperatorMeta, schema_argument_names, tensor_arguments, written_tensors
+from tpplan.compat.propagator import OperatorMeta
+from tpplan.compat.schemas import schema_argument_names, tensor_arguments, written_tensors
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, Pack, packed, sharded
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Operation, Reference, Value

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from tpplan.compat import NoRule, OperatorMeta, propagate
+from tpplan.compat.propagator import NoRule, OperatorMeta, propagate
 from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS
 from tpplan.compiler.ir.inner_gradient import GRADIENT
 from tpplan.compiler.ir.layout import (

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import FunctionNode, Unwatched, expression_of, function_node, is_reentrant_checkpoint
+from tpplan.compat.autograd import FunctionNode, function_node, is_reentrant_checkpoint
+from tpplan.compat.modes import Unwatched
+from tpplan.compat.symbols import expression_of
 from tpplan.compiler.ir.trace import (
     BackwardGraph,
     ForeignBackward,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpplan.compat import without_inference_kernels
+from tpplan.compat.modes import without_inference_kernels
 from tpplan.compiler.ir.trace import Location, Operation, Trace
 from tpplan.compiler.trace.capture import BodyError, Capture, record
 from tpplan.compiler.trace.device import device_of

@@ -22,7 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from tpplan.compat import Unwatched, local_of, named_modules, nothing_compiled, own_parameters, without_packing
+from tpplan.compat.autograd import without_packing
+from tpplan.compat.dtensors import local_of
+from tpplan.compat.dynamo import nothing_compiled
+from tpplan.compat.modes import Unwatched
+from tpplan.compat.modules import named_modules, own_parameters
 from tpplan.compiler.ir.class_functions import LOSSES
 from tpplan.compiler.ir.class_reductions import GATHER
 from tpplan.compiler.ir.hidden import hidden_tensors, is_plain

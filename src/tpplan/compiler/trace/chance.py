@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from tpplan.compat import random_state
+from tpplan.compat.generators import random_state
 
 PYTHON, NUMPY, TORCH = "Python's `random`", "`numpy.random`", "torch's random generator"
 _DRAWS = {PYTHON: ("random", "uniform"), NUMPY: ("rand", "random", "random_sample", "uniform")}

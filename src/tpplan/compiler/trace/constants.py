@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tpplan.compat import FLEX_ATTENTION, READ_VERSION
+from tpplan.compat.flex_attention import FLEX_ATTENTION
+from tpplan.compat.tensors import READ_VERSION
 from tpplan.compiler.ir.class_functions import ClassCall
 from tpplan.compiler.ir.class_reductions import EXTREMES, class_call, stock_function
 from tpplan.compiler.ir.look_ups import LOOK_UPS

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tpplan.compat import FUSED_WEIGHT_NORM
+from tpplan.compat.modules import FUSED_WEIGHT_NORM
 
 _NARROW = (torch.float16, torch.bfloat16)
 

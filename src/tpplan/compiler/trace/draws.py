@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from tpplan.compat import TORCH_NAMESPACES, OpOverload, is_random, schema_defaults
+from tpplan.compat.schemas import TORCH_NAMESPACES, OpOverload, is_random, schema_defaults
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.program import Drawn, Draws
 from tpplan.compiler.ir.trace import Frame, Operation, Trace

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from tpplan.compat import named_modules, own_buffers
+from tpplan.compat.modules import named_modules, own_buffers
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, UNKNOWN, Layout
 from tpplan.compiler.ir.program import splits_sequence
 from tpplan.compiler.ir.trace import Location, Path, Trace

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tpplan.compat import FLEX_ATTENTION, Unwatched, flex_function, schema_mutates
+from tpplan.compat.flex_attention import FLEX_ATTENTION, flex_function
+from tpplan.compat.modes import Unwatched
+from tpplan.compat.schemas import schema_mutates
 from tpplan.compiler.ir.trace import Operation, Reference
 from tpplan.compiler.trace.draws import is_draw
 from tpplan.compiler.trace.noted import Aside, UnfollowedError

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tpplan.compat import ModuleHooks, Unwatched, backward_hooks
+from tpplan.compat.hooks import ModuleHooks, backward_hooks
+from tpplan.compat.modes import Unwatched
 from tpplan.compiler.trace.noted import NotedHook, UnrecordedError
 from tpplan.compiler.trace.recorder import Recorder
 

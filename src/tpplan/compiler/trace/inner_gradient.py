@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import Unwatched
+from tpplan.compat.modes import Unwatched
 from tpplan.compiler.ir.inner_gradient import GRADIENT
 from tpplan.compiler.ir.trace import Operation, Reference
 from tpplan.compiler.trace.recorder import Recorder

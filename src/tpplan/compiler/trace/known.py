@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import OpOverload, Unwatched, is_random, schema_mutates, schema_returns_view, storage_key
+from tpplan.compat.modes import Unwatched
+from tpplan.compat.schemas import OpOverload, is_random, schema_mutates, schema_returns_view
+from tpplan.compat.tensors import storage_key
 from tpplan.compiler.ir.facts import Computed, Facts, Read, Slot, on, replaced, results_of
 from tpplan.compiler.ir.trace import Geometry, Path
 from tpplan.ops.registry import UNSET

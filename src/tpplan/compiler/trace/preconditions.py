@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from tpplan.compat import computes_otherwise, has_gradient_hooks, named_modules, own_buffers
+from tpplan.compat.hooks import has_gradient_hooks
+from tpplan.compat.modules import named_modules, own_buffers
+from tpplan.compat.subclasses import computes_otherwise
 from tpplan.plan import Diagnostic
 from tpplan.plan.wording import with_article
 from tpplan.state.content import Reader

@@ -20,26 +20,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tpplan.compat import (
-    BATCH_NORM_FORWARD,
+from tpplan.compat.autograd import PythonNode, inside_transform, packs_saved_tensors
+from tpplan.compat.dynamo import run_as_written, runs_as_written
+from tpplan.compat.generators import random_state, set_random_state
+from tpplan.compat.modes import RecordingMode, Unwatched
+from tpplan.compat.modules import BATCH_NORM_FORWARD
+from tpplan.compat.schemas import (
     OpOverload,
-    PythonNode,
-    RecordingMode,
-    Unwatched,
-    inside_transform,
-    packs_saved_tensors,
-    random_state,
-    run_as_written,
-    runs_as_written,
     schema_argument_names,
     schema_mutates,
     schema_returns_view,
-    set_random_state,
     sizes_by_numbers,
-    storage_key,
     written_tensors,
     written_values,
 )
+from tpplan.compat.tensors import storage_key
 from tpplan.compiler.ir.objects import note_alike
 from tpplan.compiler.ir.trace import (
     Assumption,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from tpplan.compat import named_modules
+from tpplan.compat.modules import named_modules
 from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace, Value
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.skeleton import Skeleton, make_skeleton

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import named_modules, own_buffers, own_parameters
+from tpplan.compat.modules import named_modules, own_buffers, own_parameters
 from tpplan.compiler.ir.hidden import is_plain, members
 from tpplan.compiler.ir.objects import note_alike
 from tpplan.compiler.trace.noted import UnfollowedError

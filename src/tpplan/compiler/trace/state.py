@@ -23,7 +23,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import hooks_of, local_of, named_modules, own_buffers
+from tpplan.compat.dtensors import local_of
+from tpplan.compat.hooks import hooks_of
+from tpplan.compat.modules import named_modules, own_buffers
 from tpplan.compiler.ir.hidden import is_plain, members
 from tpplan.compiler.trace.surroundings import CONTAINERS, Space, Surroundings
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import OpOverload
+from tpplan.compat.schemas import OpOverload
 
 _NARROW = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten

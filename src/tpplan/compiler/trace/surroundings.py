@@ -31,7 +31,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import global_hooks, hooks_of, named_modules, random_state, set_random_state
+from tpplan.compat.generators import random_state, set_random_state
+from tpplan.compat.hooks import global_hooks, hooks_of
+from tpplan.compat.modules import named_modules
 from tpplan.compiler.ir.hidden import hidden_tensors, holds_only
 from tpplan.state.parts import functions_in, names_in, slots_of
 

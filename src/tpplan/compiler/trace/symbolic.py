@@ -28,7 +28,9 @@ import sympy
 import torch
 from torch import Tensor
 
-from tpplan.compat import SYMBOLIC, OpOverload, SizeSymbols, enable_python_dispatcher, expression_of, schema_mutates
+from tpplan.compat.modes import enable_python_dispatcher
+from tpplan.compat.schemas import OpOverload, schema_mutates
+from tpplan.compat.symbols import SYMBOLIC, SizeSymbols, expression_of
 from tpplan.compiler.ir.trace import Geometry, Location, Trace
 from tpplan.compiler.trace.recorder import INTERNAL, Recorder
 from tpplan.ops.issued import ALIAS, SLICE

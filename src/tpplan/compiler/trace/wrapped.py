@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tpplan.compat import schema_mutates
+from tpplan.compat.schemas import schema_mutates
 from tpplan.compiler.ir.trace import Frame, Location, Operation, Reference
 from tpplan.compiler.ir.wrappers import WrapperError, inner_tensors, is_wrapper, shown
 from tpplan.compiler.trace.copied import with_copies

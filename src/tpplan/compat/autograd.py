@@ -1,0 +1,145 @@
+# pyright: reportPrivateUsage=false
+"""Autograd: nodes, tasks, saved tensors and activation checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import CheckpointFunction
+
+
+def inside_transform() -> bool:
+    """Whether a transform of torch.func is under way, such as `vmap`, or forward-mode differentiation."""
+    return cast("Any", torch._C)._are_functorch_transforms_active() or forward_ad._current_level >= 0  # pyright: ignore
+
+
+def native_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without torch's Python around it, which takes as long again as the call itself.
+
+    What that Python adds is support for `setup_context` under torch.func; without it, torch refuses such calls itself.
+    """
+    return super(torch.autograd.Function, function).apply  # pyright: ignore
+
+
+PythonNode = torch.autograd.function.BackwardCFunction
+"""What autograd calls in the backward of a function that is written in Python: its `apply` runs that backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionNode:
+    """A `PythonNode` taken apart.
+
+    Attributes:
+        name: the class's name.
+        outputs: shape and dtype of each result, as autograd fills in zeros for those without a gradient.
+        inputs: for each argument that requires grad, its position, and the node and the output that it came from.
+    """
+
+    name: str
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    inputs: tuple[tuple[int, Any, int], ...]
+
+
+def function_node(node: Any) -> FunctionNode:
+    """What autograd knows of a function's call."""
+    wanted = [position for position, wants in enumerate(node.needs_input_grad) if wants]
+    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    return FunctionNode(
+        node._forward_cls.__qualname__.replace("<locals>.", ""),
+        tuple((tuple(held.shape), held.dtype) for held in node._input_metadata),
+        tuple((place, source, number) for place, (source, number) in zip(wanted, edges, strict=True)),
+    )
+
+
+def is_reentrant_checkpoint(node: Any) -> bool:
+    """Whether a `PythonNode` is that of torch's activation checkpointing, with `use_reentrant=True`."""
+    return node._forward_cls is CheckpointFunction
+
+
+def packs_saved_tensors(also_of_torch: bool = False) -> object:
+    """The innermost hook on what autograd saves for the backward; of torch's own if wanted, not a checkpoint's."""
+    hooks: Any = cast("Any", torch._C)._autograd._top_saved_tensors_default_hooks(True)
+    pack = None if hooks is None else hooks[0]
+    foreign = "torch.utils.checkpoint." if also_of_torch else "torch."
+    return None if f"{getattr(pack, '__module__', None)}.".startswith(foreign) else pack
+
+
+def saving_hook() -> object:
+    """The innermost hook on what autograd saves for the backward, a checkpoint's or any other; None without one."""
+    hooks: Any = cast("Any", torch._C)._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
+def is_checkpointed() -> bool:
+    """Whether an activation checkpoint counts what autograd saves for the backward."""
+    hooks: Any = cast("Any", torch._C)._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+@contextmanager
+def without_packing() -> Generator[None]:
+    """A block in which autograd keeps what it saves as it is, whatever hooks there are: nothing is recomputed."""
+    hooks: Any = cast("Any", torch._C)._autograd
+    before: bool = hooks._saved_tensors_hooks_set_tracing(True)
+    try:
+        yield
+    finally:
+        hooks._saved_tensors_hooks_set_tracing(before)
+
+
+@contextmanager
+def without_saved_tensor_hooks() -> Generator[None]:
+    """A block outside of all hooks on what autograd saves for the backward, and of a ban on them."""
+    hooks: Any = cast("Any", torch._C)._autograd
+    banned: str | None = hooks._saved_tensors_hooks_get_disabled_error_message()
+    hooks._saved_tensors_hooks_enable()
+    held: list[tuple[Any, Any]] = []
+    while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
+        held.append(pair)
+        hooks._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(held):
+            hooks._push_saved_tensors_default_hooks(*pair)
+        if banned is not None:
+            hooks._saved_tensors_hooks_disable(banned)
+
+
+def runs_backward() -> bool:
+    """Whether this thread is in a backward: what runs there is an activation checkpoint's forward, once more."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportUnknownMemberType]
+
+
+def recomputes() -> bool:
+    """Whether what runs in a backward is a forward once more: of an activation checkpoint, or in a user's function."""
+    if not runs_backward():
+        return False
+    forward_class = getattr(torch._C._current_autograd_node(), "_forward_cls", None)  # pyright: ignore
+    return is_checkpointed() or not (getattr(forward_class, "__module__", None) or "tpplan").startswith("tpplan")
+
+
+def running_backward() -> int:
+    """The number of the backward that this thread runs; -1 outside of one."""
+    return torch._C._current_graph_task_id()  # pyright: ignore
+
+
+def next_node_number() -> int:
+    """The number of the next node of a graph that this thread makes."""
+    return torch._C._autograd._get_sequence_nr()  # pyright: ignore
+
+
+def running_node_number() -> int | None:
+    """The number of the node whose backward this thread runs; None outside of one."""
+    node = torch._C._current_autograd_node()  # pyright: ignore
+    return None if node is None else node._sequence_nr()  # pyright: ignore
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` when the backward under way, in which a hook asks for it, has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore

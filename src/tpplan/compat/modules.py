@@ -1,0 +1,130 @@
+# pyright: reportPrivateUsage=false
+"""Modules: their own tables of parameters, buffers and modules, by whatever name torch keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.prune import BasePruningMethod
+
+
+def named_modules(model: nn.Module, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
+    """As `model.named_modules`, whose types torch leaves open, in time that doesn't grow with the depth."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+
+    def visit(name: str, module: nn.Module) -> None:
+        if remove_duplicate and id(module) in seen:
+            return
+        seen.add(id(module))
+        found.append((name, module))
+        for leaf, child in module._modules.items():
+            if child is not None:
+                visit(f"{name}.{leaf}" if name else leaf, child)
+
+    visit("", model)
+    return found
+
+
+def computed_weights(module: nn.Module) -> dict[str, object]:
+    """The tensors that hooks before a forward compute, as torch's pruning and old weight norm do, with their hook."""
+    hooks = cast("dict[int, object]", module._forward_pre_hooks).values()
+    names = {getattr(hook, "_tensor_name" if is_pruning(hook) else "name", None): hook for hook in hooks}
+    return {
+        name: hook
+        for name, hook in names.items()
+        if isinstance(name, str) and name not in module._parameters and hasattr(module, name)
+    }
+
+
+def is_pruning(hook: object) -> bool:
+    """Whether a hook is that of `torch.nn.utils.prune`, which multiplies a parameter by its mask before a forward."""
+    return isinstance(hook, BasePruningMethod)
+
+
+FUSED_WEIGHT_NORM: Callable[..., Tensor] = torch._weight_norm  # pyright: ignore[reportPrivateImportUsage]
+"""What torch's weight norms call: directions, lengths, the dim that counts the vectors; -1 for a single one."""
+
+
+PARAMETRIZATIONS = "parametrizations"
+
+
+def parametrized_tensors(module: nn.Module) -> dict[str, Sequence[nn.Module]]:
+    """The tensors of a module that torch's parametrizations compute whenever they're read, with the steps of each."""
+    return dict(cast("Any", module).parametrizations) if is_parametrized(module) else {}
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The table that holds a module's own parameters, by name."""
+    return module._parameters
+
+
+WEIGHTS_LISTED = "_flat_weights"
+"""The attribute in which a recurrent layer of torch has a list of its weights."""
+
+
+def weights_to_list(module: nn.RNNBase) -> list[Tensor | None]:
+    """What is in that list."""
+    return [own_parameters(module).get(name) for name in cast("list[str]", module._flat_weights_names)]
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The table that holds a module's own buffers, by name."""
+    return module._buffers
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The table that holds a module's children, by name."""
+    return module._modules
+
+
+def kept_buffers(module: nn.Module) -> Callable[[], None]:
+    """How to put the buffers of a module and of those inside back to what they hold."""
+    kept = [(buffer, buffer._version, buffer.detach().clone()) for buffer in module.buffers()]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for buffer, version, numbers in kept:
+                if buffer._version != version:
+                    buffer.copy_(numbers)
+
+    return restore
+
+
+BATCH_NORM_FORWARD = _BatchNorm.forward.__code__
+"""The code of the forward that torch's batch norms share."""
+
+
+def transient_buffers(module: nn.Module) -> set[str]:
+    """The names of a module's own buffers that aren't in its state_dict."""
+    return module._non_persistent_buffers_set
+
+
+def derive_class(held: object, members: dict[str, object]) -> None:
+    """Give an object of our own, such as a module of a skeleton, a class with these members, derived from its own."""
+    kind: type[object] = held.__class__
+    held.__class__ = type(kind.__name__, (kind,), members | {"__module__": kind.__module__})
+
+
+@contextmanager
+def without_cached_weights() -> Generator[None]:
+    """A block outside of `parametrize.cached()`, which keeps what is computed of parameters."""
+    module: Any = parametrize
+    before = module._cache_enabled, module._cache
+    module._cache_enabled, module._cache = 0, {}
+    try:
+        yield
+    finally:
+        module._cache_enabled, module._cache = before
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source to its target, in one call."""
+    torch._foreach_copy_(targets, sources)  # pyright: ignore

@@ -1,0 +1,88 @@
+# pyright: reportPrivateUsage=false
+"""Tensors: their memory, versions, names, gradients and references."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+READ_VERSION: Any = cast("Any", Tensor)._version.__get__
+"""What a function mode sees of a body that reads how often a tensor was written to."""
+
+
+def storage_key(tensor: Tensor) -> int:
+    """What tells a tensor's memory from all other memory, while it is alive."""
+    functorch: Any = cast("Any", torch._C)._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor.untyped_storage()._cdata
+
+
+def buffer_versions(module: nn.Module) -> list[int]:
+    """How often each buffer of a module and of those inside was written to."""
+    return [buffer._version for buffer in module.buffers()]
+
+
+def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> Sequence[Tensor]:
+    """The norm of each of several tensors, computed in `dtype`."""
+    return cast("Any", torch)._foreach_norm(list(tensors), order, dtype=dtype) if tensors else ()
+
+
+_DATA: Any = torch._C.TensorBase.data
+
+
+_GRADIENT: Any = Tensor.grad
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """`parameter.grad`; of one that lies as its parameter without a call of Python's."""
+    held = _GRADIENT.__get__(parameter)
+    return held if held is None or type(held) is type(parameter) else parameter.grad
+
+
+def use_count(tensor: Tensor) -> int:
+    """How many hold a tensor: Python, its views, and the graph of autograd that ends in it."""
+    return tensor._use_count()  # pyright: ignore
+
+
+def base_of(held: object) -> Tensor | None:
+    """The tensor of which an object is a view; None if it is no view."""
+    return held._base if issubclass(type(held), Tensor) else None  # pyright: ignore
+
+
+def name_tensor(tensor: DTensor, name: str) -> None:
+    """Let a DTensor, and what has its geometry and dtype, be known by a name."""
+    tensor._spec = copy.copy(tensor._spec)  # FSDP's have one for all that lie alike  # pyright: ignore
+    tensor._spec.__dict__["tpplan_name"] = name  # pyright: ignore
+
+
+def geometry_of(tensors: Iterable[DTensor]) -> list[Any]:
+    """How DTensors lie, to be compared: quickly where nothing was changed."""
+    return [tensor._spec for tensor in tensors]  # pyright: ignore
+
+
+def name_alike(tensor: DTensor, named: DTensor) -> None:
+    """Let a DTensor that lies as another one does be known by its name."""
+    name = name_of(named)
+    if name is not None and name_of(tensor) is None:
+        name_tensor(tensor, name)
+
+
+def mark_gathered(tensor: DTensor) -> None:
+    """Let a DTensor, which has a name, and what has its geometry and dtype, be known as FSDP's for a forward."""
+    tensor._spec.__dict__["tpplan_gathered"] = True  # pyright: ignore
+
+
+def is_gathered(tensor: DTensor) -> bool:
+    """Whether a DTensor is what FSDP has gathered for a forward."""
+    return "tpplan_gathered" in tensor._spec.__dict__  # pyright: ignore
+
+
+def name_of(tensor: DTensor) -> str | None:
+    """The name by which a DTensor, or that of which it has the geometry, is known."""
+    return tensor._spec.__dict__.get("tpplan_name")  # pyright: ignore
