@@ -18,16 +18,16 @@ if TYPE_CHECKING:
         verify,
     )
     from tpplan.calls.alike import DifferentInputsError
-    from tpplan.calls.errors import UnprovedCallError
+    from tpplan.calls.call_errors import UnprovedCallError
     from tpplan.calls.warm import warm_up
     from tpplan.checkpoint.files import CheckpointError
     from tpplan.compiler.ir.script import ReplayError
     from tpplan.compiler.search import UnplacedError
     from tpplan.initialize.findings import InitializationError
-    from tpplan.kernels.errors import KernelArgumentError
+    from tpplan.kernels.kernel_errors import KernelArgumentError
     from tpplan.loss import LossError
     from tpplan.ops import OperatorRuleError, operator, register_operator
-    from tpplan.parity.errors import (
+    from tpplan.parity.parity_errors import (
         RankError,
         RanksDisagreeError,
         RankTimeoutError,
@@ -47,21 +47,21 @@ if TYPE_CHECKING:
     )
     from tpplan.pretrained import from_pretrained
     from tpplan.process import follow_training_loops, process_changes, undo_process_changes
-    from tpplan.runtime.around import ChangedAroundError
-    from tpplan.runtime.averaging import DataParallelError
-    from tpplan.runtime.class_scope import ClassCallError
-    from tpplan.runtime.clipping import clip_grad_norm_
-    from tpplan.runtime.compiled import CompiledCallError
-    from tpplan.runtime.faults import LostRankError
-    from tpplan.runtime.lockstep import WatchError
-    from tpplan.runtime.observe import ObserveError, observe
-    from tpplan.runtime.onlookers import ChangedByToolError, ChangingHookError
-    from tpplan.runtime.randomness import RandomnessError
-    from tpplan.runtime.recent import RecomputeError
-    from tpplan.runtime.reshard import SecondDerivativeError, TailError, UnevenShardError
-    from tpplan.runtime.results import UnlikeResultsError
-    from tpplan.runtime.sharded import StateError
-    from tpplan.runtime.standalone import AloneError
+    from tpplan.runtime.around.adapters import ChangedAroundError
+    from tpplan.runtime.around.observe import ObserveError, observe
+    from tpplan.runtime.around.onlookers import ChangedByToolError, ChangingHookError
+    from tpplan.runtime.around.recent import RecomputeError
+    from tpplan.runtime.around.results import UnlikeResultsError
+    from tpplan.runtime.around.standalone import AloneError
+    from tpplan.runtime.classes.class_scope import ClassCallError
+    from tpplan.runtime.compiled.compiled_calls import CompiledCallError
+    from tpplan.runtime.data_parallel.averaging import DataParallelError
+    from tpplan.runtime.data_parallel.clipping import clip_grad_norm_
+    from tpplan.runtime.parameters.sharded_tensors import StateError
+    from tpplan.runtime.random.randomness import RandomnessError
+    from tpplan.runtime.ranks.faults import LostRankError
+    from tpplan.runtime.ranks.lockstep import WatchError
+    from tpplan.runtime.ranks.reshard import SecondDerivativeError, TailError, UnevenShardError
     from tpplan.training.sharding import TrainingError
 
     __version__: str
@@ -149,43 +149,43 @@ _ELSEWHERE = {
     "follow_training_loops": "tpplan.process",
     "process_changes": "tpplan.process",
     "undo_process_changes": "tpplan.process",
-    "AloneError": "tpplan.runtime.standalone",
-    "ChangedAroundError": "tpplan.runtime.around",
+    "AloneError": "tpplan.runtime.around.standalone",
+    "ChangedAroundError": "tpplan.runtime.around.adapters",
     "CheckpointError": "tpplan.checkpoint.files",
-    "DataParallelError": "tpplan.runtime.averaging",
-    "clip_grad_norm_": "tpplan.runtime.clipping",
+    "DataParallelError": "tpplan.runtime.data_parallel.averaging",
+    "clip_grad_norm_": "tpplan.runtime.data_parallel.clipping",
     "DifferentInputsError": "tpplan.calls.alike",
     "InitializationError": "tpplan.initialize.findings",
-    "ClassCallError": "tpplan.runtime.class_scope",
-    "KernelArgumentError": "tpplan.kernels.errors",
+    "ClassCallError": "tpplan.runtime.classes.class_scope",
+    "KernelArgumentError": "tpplan.kernels.kernel_errors",
     "LossError": "tpplan.loss",
-    "CompiledCallError": "tpplan.runtime.compiled",
-    "RandomnessError": "tpplan.runtime.randomness",
-    "RankError": "tpplan.parity.errors",
-    "RankTimeoutError": "tpplan.parity.errors",
-    "RanksDisagreeError": "tpplan.parity.errors",
+    "CompiledCallError": "tpplan.runtime.compiled.compiled_calls",
+    "RandomnessError": "tpplan.runtime.random.randomness",
+    "RankError": "tpplan.parity.parity_errors",
+    "RankTimeoutError": "tpplan.parity.parity_errors",
+    "RanksDisagreeError": "tpplan.parity.parity_errors",
     "ReplayError": "tpplan.compiler.ir.script",
-    "StateError": "tpplan.runtime.packed",
-    "TooLargeError": "tpplan.parity.errors",
+    "StateError": "tpplan.runtime.parameters.packed_tensors",
+    "TooLargeError": "tpplan.parity.parity_errors",
     "TrainingError": "tpplan.training.sharding",
-    "SecondDerivativeError": "tpplan.runtime.reshard",
-    "ChangedByToolError": "tpplan.runtime.onlookers",
-    "ChangingHookError": "tpplan.runtime.onlookers",
-    "TailError": "tpplan.runtime.reshard",
-    "UnevenShardError": "tpplan.runtime.reshard",
-    "UnlikeResultsError": "tpplan.runtime.results",
+    "SecondDerivativeError": "tpplan.runtime.ranks.reshard",
+    "ChangedByToolError": "tpplan.runtime.around.onlookers",
+    "ChangingHookError": "tpplan.runtime.around.onlookers",
+    "TailError": "tpplan.runtime.ranks.reshard",
+    "UnevenShardError": "tpplan.runtime.ranks.reshard",
+    "UnlikeResultsError": "tpplan.runtime.around.results",
     "UnplacedError": "tpplan.compiler.search",
-    "UnprovedCallError": "tpplan.calls.errors",
-    "UnshardedError": "tpplan.parity.errors",
-    "VerifyError": "tpplan.parity.errors",
-    "LostRankError": "tpplan.runtime.faults",
-    "ObserveError": "tpplan.runtime.observe",
-    "observe": "tpplan.runtime.observe",
+    "UnprovedCallError": "tpplan.calls.call_errors",
+    "UnshardedError": "tpplan.parity.parity_errors",
+    "VerifyError": "tpplan.parity.parity_errors",
+    "LostRankError": "tpplan.runtime.ranks.faults",
+    "ObserveError": "tpplan.runtime.around.observe",
+    "observe": "tpplan.runtime.around.observe",
     "OperatorRuleError": "tpplan.ops.declared",
     "operator": "tpplan.ops.functions",
     "register_operator": "tpplan.ops.functions",
-    "RecomputeError": "tpplan.runtime.recent",
-    "WatchError": "tpplan.runtime.lockstep",
+    "RecomputeError": "tpplan.runtime.around.recent",
+    "WatchError": "tpplan.runtime.ranks.lockstep",
     "warm_up": "tpplan.calls.warm",
 }
 

@@ -6,7 +6,7 @@
 Captures, rehearsals and verifications run outside of the caller's function and dispatch modes (a default device is
 one), hooks of all modules, hooks on saved tensors, inference mode, anomaly mode and profilers. Gradients are recorded.
 What decides on what is computed stays: autocast, the default dtype, hooks of single modules. So do hooks of all modules
-that are known to change something; see `runtime/onlookers.py` for how that is found.
+that are known to change something; see `runtime/around/onlookers.py` for how that is found.
 """
 
 from __future__ import annotations

@@ -27,11 +27,11 @@ from tpplan.plan.vocabulary import DEFAULT_AXIS
 from tpplan.process import make_process_changes
 from tpplan.rehearsal.dry_run import dry_run
 from tpplan.rehearsal.prove import prove
-from tpplan.runtime.agreement import agree
-from tpplan.runtime.distribute import MeshDistributor, device_of_mesh
-from tpplan.runtime.lockstep import ranks_of
+from tpplan.runtime.compiled.compiled_before import bare
 from tpplan.runtime.lower import lower, wrap_around
-from tpplan.runtime.wrapped import bare
+from tpplan.runtime.parameters.distribute import MeshDistributor, device_of_mesh
+from tpplan.runtime.ranks.agreement import agree
+from tpplan.runtime.ranks.lockstep import ranks_of
 from tpplan.served import Served, served
 from tpplan.suggest import search, write_plan
 

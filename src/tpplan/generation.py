@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.loss import part_of
-from tpplan.runtime import class_choices
+from tpplan.runtime.classes import class_choices
 
 
 def argmax(

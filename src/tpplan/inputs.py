@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpplan.compiler.bind.wrapped import wrapped_models
+from tpplan.compiler.bind.inner_models import wrapped_models
 from tpplan.plan import CompileError, Diagnostic
 
 BATCH = 3  # odd, and seldom equal to another size

@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from tpplan.plan import Diagnostic, PlanError
-from tpplan.runtime import classes as over_classes
-from tpplan.runtime.classes import ClassPart, Loss
-from tpplan.runtime.communicator import Communicator, ProcessGroupCommunicator
-from tpplan.runtime.module_runtime import RUNTIME, ModuleRuntime
-from tpplan.runtime.modules import ShardedRoot
-from tpplan.runtime.packed import PackedShard
+from tpplan.runtime.classes import class_losses as over_classes
+from tpplan.runtime.classes.class_losses import ClassPart, Loss
+from tpplan.runtime.modules.module_runtime import RUNTIME, ModuleRuntime
+from tpplan.runtime.modules.sharded_modules import ShardedRoot
+from tpplan.runtime.parameters.packed_tensors import PackedShard
+from tpplan.runtime.ranks.communicator import Communicator, ProcessGroupCommunicator
 
 _REDUCTIONS = ("mean", "sum", "none")
 

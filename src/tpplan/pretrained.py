@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.api import Inputs, axis_mesh, parallelize, suggest_plan
-from tpplan.checkpoint.agreed import Ranks
+from tpplan.checkpoint.agreed import AgreeingRanks
 from tpplan.checkpoint.files import CheckpointError, problem
-from tpplan.checkpoint.load import load
+from tpplan.checkpoint.loading import load
 from tpplan.checkpoint.meter import Meter
 from tpplan.checkpoint.opened import Opened, opened_for
 from tpplan.checkpoint.progress import Progress
@@ -121,7 +121,7 @@ def from_pretrained(
             error = problem(raised.message, raised.way_out)
         except Exception as raised:  # whatever a rank fails with, the others must not wait for it
             error = raised
-    Ranks(nn.Module(), here).settle(os.fspath(folder), None if ready is None else ready.digests, (), error)
+    AgreeingRanks(nn.Module(), here).settle(os.fspath(folder), None if ready is None else ready.digests, (), error)
     assert ready is not None
     model = parallelize(ready.model, ready.plan, here, inputs)
     loaded = load(model, ready.opened, strict=strict, progress=progress)

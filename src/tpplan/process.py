@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from tpplan.runtime.board import is_alone
-from tpplan.runtime.faults import tell_of_exits
-from tpplan.runtime.packed import allow_in_files, watch_optimizers
-from tpplan.runtime.replicas import follow_wrappers
-from tpplan.runtime.stepping import step_on_parts
+from tpplan.runtime.data_parallel.replicas import follow_wrappers
+from tpplan.runtime.data_parallel.stepping import step_on_parts
+from tpplan.runtime.parameters.packed_tensors import allow_in_files, watch_optimizers
+from tpplan.runtime.ranks.board import is_alone
+from tpplan.runtime.ranks.faults import tell_of_exits
 from tpplan.training.follow import follow
 
 Undo = Callable[[], None]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tpplan.ambience import ambience
 from tpplan.compiler.bind.bind import stored_tensors
-from tpplan.compiler.bind.wrapped import wrapped_models
+from tpplan.compiler.bind.inner_models import wrapped_models
 from tpplan.compiler.ir.objects import is_object, is_opaque
 from tpplan.compiler.ir.pytree import tensors_in, with_tensors
 from tpplan.compiler.ir.trace import Path

@@ -14,7 +14,7 @@ from tests.adapters.models import ALL, adapted, bert, gpt2, llama, lora, phi3
 from tests.marking import in_thirds, sweep_but
 from tests.plans.parity import PLANS
 from tpplan.plan import CompileError
-from tpplan.suggest.share import block_share
+from tpplan.suggest.sharded_share import block_share
 
 pytest.importorskip("peft", reason="peft isn't installed; it is in the `dev` extra")
 

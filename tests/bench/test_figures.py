@@ -14,9 +14,9 @@ from tpplan.bench import compile_time, decode, forms, loop, overhead, requests, 
 from tpplan.bench.child import measure
 from tpplan.bench.environment import describe_environment
 from tpplan.bench.page import render_page, write_page
+from tpplan.bench.result_tables import Table, show, tables_of, verdicts
 from tpplan.bench.rounds import time_interleaved
-from tpplan.bench.run import BENCHMARKS, BenchmarkError, measurements, run, run_in_process
-from tpplan.bench.tables import Table, show, tables_of, verdicts
+from tpplan.bench.running import BENCHMARKS, BenchmarkError, measurements, run, run_in_process
 from tpplan.compiler import search
 from tpplan.compiler.check import local_run
 

@@ -13,7 +13,7 @@ from tpplan.bench import kernels_tune
 from tpplan.bench.kernels_tune import measured_elements, sizes_of, speed_up, text_of_thresholds, threshold, tune
 from tpplan.cli.main import main
 from tpplan.kernels import measured, thresholds
-from tpplan.kernels.measured import Setting
+from tpplan.kernels.measured import MeasuredSetting
 from tpplan.kernels.thresholds import CASES, KERNELS, Kernel
 
 SIZES = (1, 2, 4, 8, 16)
@@ -118,8 +118,8 @@ def test_each_is_timed_on_the_gpu_with_all_that_it_needs(monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
-    setting = Setting("NVIDIA H100 80GB HBM3", "2.11.0", "3.6.0")
+def on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MeasuredSetting:
+    setting = MeasuredSetting("NVIDIA H100 80GB HBM3", "2.11.0", "3.6.0")
     monkeypatch.setenv(measured.VARIABLE, str(tmp_path / "found.json"))
     monkeypatch.setattr(measured, "setting_of", lambda device: setting)
     monkeypatch.setattr(kernels_tune, "_setting", lambda: setting)
@@ -152,7 +152,7 @@ def test_where_nothing_can_be_written_nothing_is_measured(
     assert "can't be written to" in shown and measured.VARIABLE in shown and "gelu" not in shown
 
 
-def test_what_is_shown_has_a_line_for_each_kernel(on_a_gpu: Setting) -> None:
+def test_what_is_shown_has_a_line_for_each_kernel(on_a_gpu: MeasuredSetting) -> None:
     row: dict[str, int | None] = dict(zip(CASES, (0, None, 4096, 1 << 20), strict=True))
     text = text_of_thresholds(measured.Measured(on_a_gpu, "2026-11-27", {"gelu": row}))
     assert text.splitlines()[-1].split() == ["gelu", "0", "never", "4,096", "1,048,576"]

@@ -19,7 +19,7 @@ from tests.checkpoint.test_load import boxes_of
 from tpplan.checkpoint.assembled import assembled, reads
 from tpplan.checkpoint.files import SINGLE, CheckpointError
 from tpplan.checkpoint.header import read_header
-from tpplan.checkpoint.load import load
+from tpplan.checkpoint.loading import load
 from tpplan.checkpoint.meter import Meter
 from tpplan.checkpoint.reading import Files
 from tpplan.checkpoint.sketch import Sketch

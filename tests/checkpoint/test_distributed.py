@@ -24,7 +24,7 @@ from tests.marking import slow_but
 from tests.runtime.world import Member, world
 from tpplan.checkpoint import load_weights
 from tpplan.checkpoint.files import CheckpointError
-from tpplan.checkpoint.load import load
+from tpplan.checkpoint.loading import load
 from tpplan.compat.dtensors import local_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is deprecated")

@@ -23,9 +23,9 @@ from tests.checkpoint.memory import MIB, peak
 from tests.marking import in_thirds, slow_but, sweep_but
 from tests.plans.parity import tolerance
 from tests.runtime.world import Member, world
-from tpplan.checkpoint import load as loading
+from tpplan.checkpoint import loading
 from tpplan.checkpoint.files import SINGLE
-from tpplan.checkpoint.load import Loaded
+from tpplan.checkpoint.loading import Loaded
 from tpplan.compat.dtensors import local_of
 from tpplan.plan import PlanError
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from tests.runtime.owner import train
 from tests.runtime.test_owner import TOLERANCE, difference, sharded
 from tests.runtime.world import Member, world
-from tpplan.runtime.sharded import ShardedTensor
+from tpplan.runtime.parameters.sharded_tensors import ShardedTensor
 
 pytestmark = pytest.mark.processes
 

@@ -20,11 +20,11 @@ from tpplan.checkpoint import reading
 from tpplan.checkpoint.buffers import make_buffers
 from tpplan.checkpoint.files import SINGLE, CheckpointError
 from tpplan.checkpoint.header import read_header
-from tpplan.checkpoint.load import load
+from tpplan.checkpoint.loading import load
 from tpplan.checkpoint.meter import Meter
 from tpplan.checkpoint.reading import Files
 from tpplan.compat.dtensors import local_of
-from tpplan.runtime.pieces import Box, whole_box
+from tpplan.runtime.parameters.pieces import Box, whole_box
 
 SHAPES = [(), (0,), (1,), (7,), (6, 5), (1, 9), (9, 1), (4, 3, 5), (3, 1, 2, 4), (2, 0, 3)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]

@@ -25,7 +25,7 @@ from tpplan import CheckpointError, save_weights
 from tpplan.checkpoint import stream
 from tpplan.checkpoint.blocks import blocks
 from tpplan.checkpoint.commit import Stage
-from tpplan.checkpoint.entries import CODES
+from tpplan.checkpoint.stored_tensors import CODES
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:

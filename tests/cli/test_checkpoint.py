@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.runtime.world import Member, world
 from tpplan.checkpoint.files import SINGLE
-from tpplan.checkpoint.load import load
+from tpplan.checkpoint.loading import load
 from tpplan.cli.main import main
 
 SIZES: dict[str, Any] = {

@@ -13,10 +13,11 @@ import torch
 
 from tests.report.toy_program import toy_program
 from tpplan.cli.main import main
-from tpplan.demo import compare as comparing
-from tpplan.demo import embedding, ranks
-from tpplan.demo.compare import Comparison, Run
-from tpplan.demo.ranks import RankRun, RanksError, run_ranks
+from tpplan.demo import comparison as comparing
+from tpplan.demo import demo_ranks as ranks
+from tpplan.demo import embedding
+from tpplan.demo.comparison import Comparison, DemoRun
+from tpplan.demo.demo_ranks import RankRun, RanksError, run_ranks
 from tpplan.demo.sentences import SENTENCES, TOPICS
 from tpplan.demo.show import render_comparison
 
@@ -25,7 +26,7 @@ COUNTS = Counter({"all-gather": 5, "reduce-scatter": 4})
 
 def comparison(**changes: Any) -> Comparison:
     vectors = torch.nn.functional.normalize(torch.randn(len(SENTENCES), 8), dim=-1)
-    run = replace(Run(toy_program(), 2e-7, COUNTS, COUNTS, (1000, 1024)), **changes)
+    run = replace(DemoRun(toy_program(), 2e-7, COUNTS, COUNTS, (1000, 1024)), **changes)
     return Comparison(vectors, vectors, 22_700_000, 4096, (len(SENTENCES), 16), (run,))
 
 

@@ -12,7 +12,7 @@ from tpplan.cli.explain_kernels import tell_of_kernels, where_it_pays
 from tpplan.cli.main import main
 from tpplan.compiler.ir.program import KernelUse
 from tpplan.kernels import measured, thresholds
-from tpplan.kernels.measured import Measured, Setting, write_measured
+from tpplan.kernels.measured import Measured, MeasuredSetting, write_measured
 from tpplan.kernels.thresholds import CASES
 
 NORM = KernelUse("norm", "rms_norm", "auto", "bfloat16", cast="before")
@@ -20,8 +20,8 @@ GELU = KernelUse("act", "gelu", "auto", "float32", approximate="tanh")
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
-    setting = Setting("NVIDIA H100", "2.11.0", "3.6.0")
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MeasuredSetting]:
+    setting = MeasuredSetting("NVIDIA H100", "2.11.0", "3.6.0")
     monkeypatch.setenv(measured.VARIABLE, str(tmp_path / "found.json"))
     monkeypatch.setattr(measured, "setting_of", lambda device: setting)
     thresholds.forget_measured()
@@ -34,7 +34,7 @@ def test_a_guess_is_called_one() -> None:
     assert where_it_pays(GELU) == "from 1,048,576 elements on (a guess)"
 
 
-def test_what_was_measured_says_where_and_when_by_dtype_and_variant(here: Setting) -> None:
+def test_what_was_measured_says_where_and_when_by_dtype_and_variant(here: MeasuredSetting) -> None:
     row: dict[str, int | None] = dict(zip(CASES, (4096, 8192, 16384, None), strict=True))
     never: dict[str, int | None] = dict.fromkeys(CASES)
     write_measured(Measured(here, "2026-11-27", {"rms_norm_variant": row, "gelu": row, "rms_norm": never}))

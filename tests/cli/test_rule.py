@@ -4,7 +4,7 @@ import pytest
 
 from tpplan.cli.main import main
 from tpplan.plan import CATALOGUE
-from tpplan.plan.schema import json_schema
+from tpplan.plan.plan_keys import json_schema
 
 
 @pytest.mark.parametrize("wanted", ["TP012", "tp012", "unmatched-pattern", "Unmatched-Pattern"])

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import tpplan
 from tests.compiler.toys import HIDDEN, MLP, SEQUENCE, Block, Mlp, Normed, codes, compiled, plan_of, reshards, x_BSH
-from tpplan.compiler.check.compare import CheckInput, Mismatch
-from tpplan.compiler.check.local_run import Passed, check
+from tpplan.compiler.check.local_run import PassedCall, check
+from tpplan.compiler.check.same_steps import CheckInput, Mismatch
 from tpplan.compiler.ir.steps import Heard
 from tpplan.compiler.pipeline import compile_call
 from tpplan.compiler.request import Request
@@ -25,7 +25,7 @@ def mismatches(monkeypatch: pytest.MonkeyPatch) -> list[Mismatch | None]:
     """What each check of a compilation found, in order."""
     found: list[Mismatch | None] = []
 
-    def spying(given: CheckInput, *more: Any) -> Mismatch | Passed:
+    def spying(given: CheckInput, *more: Any) -> Mismatch | PassedCall:
         checked = check(given, *more)
         found.append(checked if isinstance(checked, Mismatch) else None)
         return checked

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import tpplan
 from tpplan.compat.schemas import OpOverload
-from tpplan.compiler.trace.draws import is_draw
+from tpplan.compiler.trace.random_draws import is_draw
 
 aten: Any = torch.ops.aten
 Q = torch.zeros(1, 2, 4, 8)

@@ -14,7 +14,7 @@ import tpplan
 from tpplan.compiler.ir.layout import REPLICATED, sharded
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.place.apart import apart
-from tpplan.compiler.place.entries import States
+from tpplan.compiler.place.entry_layouts import States
 from tpplan.compiler.place.open_results import OpenResults, Option
 from tpplan.compiler.place.place import Placer
 from tpplan.compiler.rules.propagate import Propagator

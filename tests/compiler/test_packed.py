@@ -20,7 +20,7 @@ from tpplan.compiler.ir.trace import Reference
 from tpplan.compiler.rules import packed as rules
 from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
 from tpplan.compiler.rules.views import viewed
-from tpplan.runtime.segments import in_packs, in_ranks, taken
+from tpplan.runtime.ranks.segments import in_packs, in_ranks, taken
 
 RANKS, BATCH = 4, 3
 aten = torch.ops.aten

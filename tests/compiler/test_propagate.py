@@ -21,7 +21,7 @@ from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, L
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Reference
 from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
-from tpplan.runtime.segments import in_packs, taken
+from tpplan.runtime.ranks.segments import in_packs, taken
 
 RANKS = 2
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import tpplan
-from tpplan.compiler.trace import captures
+from tpplan.compiler.trace import remembered as captures
 from tpplan.compiler.trace.branches import CaptureSettings
 
 WIDTH, HEADS = 16, 4

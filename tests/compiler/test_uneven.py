@@ -12,10 +12,10 @@ import tpplan
 from tests.compiler.toys import HIDDEN, Attention, Mlp, codes, compiled, reshards, x_BSH
 from tests.models.uneven import GATED, MLP, Gated
 from tpplan.compiler.check import local_run as check_module
-from tpplan.compiler.check.compare import CheckInput, Mismatch
-from tpplan.compiler.check.local_run import Passed, check, different_ranks
+from tpplan.compiler.check.local_run import PassedCall, check, different_ranks
+from tpplan.compiler.check.same_steps import CheckInput, Mismatch
 from tpplan.compiler.ir.program import LocalAttribute
-from tpplan.report.program import render_program
+from tpplan.report.program_page import render_program
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The ranks whose shapes each check of a compilation ran on."""
     found: list[list[int]] = []
 
-    def spying(given: CheckInput, *more: Any) -> Mismatch | Passed:
+    def spying(given: CheckInput, *more: Any) -> Mismatch | PassedCall:
         found.append(different_ranks(given))
         return check(given, *more)
 

@@ -93,7 +93,7 @@ def test_import_of_a_later_stage_is_found(package):
 
 
 def test_layers_side_by_side_stay_apart(package):
-    root = package({"report/html.py": "import tpplan.parity", "parity/run.py": "import tpplan.report"})
+    root = package({"report/html.py": "import tpplan.parity", "parity/verification.py": "import tpplan.report"})
     assert len(layers.upward_imports(root)) == 2
 
 

@@ -18,7 +18,7 @@ from tpplan.parity.rank import SimulatedDistributor
 from tpplan.parity.threads import Rendezvous, ThreadCommunicator
 from tpplan.plan import Plan
 from tpplan.runtime.lower import lower
-from tpplan.runtime.state import part_of
+from tpplan.runtime.parameters.whole_states import part_of
 
 Make = Callable[[], nn.Module]
 SEED = 5

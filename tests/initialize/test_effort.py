@@ -10,7 +10,7 @@ import tpplan
 from tests.initialize.compare import on_meta
 from tests.zoo.architectures import ARCHITECTURES, _made
 from tpplan.initialize.executor import Executor
-from tpplan.initialize.record import Operation
+from tpplan.initialize.record import InitialOperation
 
 
 class Seen:
@@ -20,7 +20,7 @@ class Seen:
         self.bytes, self.draws = 0, 0
         stock = Executor.run
 
-        def run(executor: Executor, operation: Operation) -> None:
+        def run(executor: Executor, operation: InitialOperation) -> None:
             stock(executor, operation)
             self.bytes = max(self.bytes, sum(held.nbytes() for held in executor.held.values()))
             self.draws += operation.draw is not None

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from tpplan import kernels
-from tpplan.kernels import arguments, backend
+from tpplan.kernels import argument_checks as arguments
+from tpplan.kernels import backend
 from tpplan.plan import TpplanError
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")

@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from tpplan import kernels
 from tpplan.kernels import backend, measured, thresholds
-from tpplan.kernels.measured import Measured, Setting, file_of, write_measured
+from tpplan.kernels.measured import Measured, MeasuredSetting, file_of, write_measured
 from tpplan.kernels.thresholds import CASES, minimum_elements, origin
 
-HERE = Setting("NVIDIA H100 80GB HBM3", "2.11.0+cu130", "3.6.0")
+HERE = MeasuredSetting("NVIDIA H100 80GB HBM3", "2.11.0+cu130", "3.6.0")
 ROW: dict[str, int | None] = dict(zip(CASES, (10, 2000, 0, None), strict=True))
 
 
@@ -55,11 +55,11 @@ def test_what_was_measured_holds_by_width_and_gradients_and_says_where_and_when(
 @pytest.mark.parametrize("other", [{"device": "NVIDIA A100"}, {"torch": "2.13.0"}, {"triton": "3.7.0"}])
 def test_what_was_measured_elsewhere_is_another_file(other: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"device": HERE.device, "torch": HERE.torch, "triton": HERE.triton}
-    write_measured(Measured(Setting(**values | other), "2026-11-27", {"gelu": ROW}))
+    write_measured(Measured(MeasuredSetting(**values | other), "2026-11-27", {"gelu": ROW}))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert found() == [1 << 20] * 4
-    monkeypatch.setattr(measured, "setting_of", lambda device: Setting(**values | other))
+    monkeypatch.setattr(measured, "setting_of", lambda device: MeasuredSetting(**values | other))
     thresholds.forget_measured()
     assert found()[0] == 10
 

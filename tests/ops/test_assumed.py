@@ -14,7 +14,7 @@ from tests.ops.operators import Between, define, with_backward
 from tests.runtime.test_owner import difference
 from tests.runtime.world import Member, world
 from tpplan.calls.assumed import Assumed
-from tpplan.report.parity import render_parity
+from tpplan.report.parity_tables import render_parity
 
 RULES: dict[str, Any] = {"version": 1, "modules": {"up": "colwise", "down": "rowwise", "scale": "colwise"}}
 

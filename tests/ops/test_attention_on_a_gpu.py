@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import tpplan
 from tests.ops import flex
 from tests.ops.flash import TAKES_GROUPS, Packed
-from tpplan.runtime.sharded import ShardedTensor
+from tpplan.runtime.parameters.sharded_tensors import ShardedTensor
 
 pytestmark = pytest.mark.gpu
 HEADS: dict[str, Any] = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}

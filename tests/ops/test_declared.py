@@ -24,7 +24,7 @@ from tests.runtime.world import Member, world
 from tpplan.compiler.ir.layout import sharded
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Reference
-from tpplan.compiler.rules.declared import declared_layouts
+from tpplan.compiler.rules.users_operators import declared_layouts
 from tpplan.plan.operator_rule import read_rule
 
 HEADS: dict[str, Any] = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}

@@ -14,7 +14,7 @@ import tpplan
 from tpplan import load_plan
 from tpplan.api import suggest_text
 from tpplan.plan import CompileError
-from tpplan.runtime.parameters import OnceReader
+from tpplan.runtime.parameters.handed_out import OnceReader
 
 WIDTH, INNER, EXPERTS = 16, 24, 4
 ACTIVATIONS = (torch.randn(3, 5, WIDTH, requires_grad=True),)

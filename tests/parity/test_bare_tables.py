@@ -13,7 +13,7 @@ from torch.nn import functional
 import tpplan
 from tests.runtime.simulated import Call, worst
 from tpplan.api import suggest_text
-from tpplan.parity.run import verify_program
+from tpplan.parity.verification import verify_program
 from tpplan.plan import CompileError
 
 ROWS, WIDTH = 90, 16

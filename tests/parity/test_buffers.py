@@ -14,7 +14,7 @@ from tpplan import CompileError, load_plan
 from tpplan.api import suggest_text
 from tpplan.compiler.ir.program import Program
 from tpplan.parity import verify_program
-from tpplan.runtime import bodies
+from tpplan.runtime.bodies import bodies
 
 WIDTH, HEADS, SIZE, LENGTH = 12, 4, 6, 5
 INNER = HEADS * SIZE

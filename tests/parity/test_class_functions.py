@@ -15,7 +15,7 @@ from tpplan.compiler.ir.program import SplitClasses
 from tpplan.parity import verify_program
 from tpplan.plan import CompileError, load_plan
 from tpplan.rehearsal.rehearse import ShapeCommunicator
-from tpplan.runtime.class_scope import ClassBody, OpenClassBodies
+from tpplan.runtime.classes.class_scope import ClassBody, OpenClassBodies
 
 ROWS, WIDTH, CLASSES = 6, 8, 12
 PLAN = {"version": 1, "modules": {"head": {"style": "colwise", "output": "shard"}}}

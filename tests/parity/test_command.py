@@ -36,7 +36,7 @@ def test_a_divergence_exits_with_1_and_names_the_module(capsys, monkeypatch):
         program = with_module(compiled.program, "blocks.1.mlp.down", lambda module: replace(module, exits=()))
         return replace(compiled, program=program)
 
-    monkeypatch.setattr("tpplan.parity.run.prove", miscompiled)
+    monkeypatch.setattr("tpplan.parity.verification.prove", miscompiled)
     assert main(["verify", "torch_transformer", "--model", MODEL]) == 1
     assert "diverges, first in the output of blocks.1.mlp.down" in " ".join(capsys.readouterr().out.split())
 

@@ -31,11 +31,11 @@ from tests.parity.test_whole_experts import (
     of_weighed_first,
 )
 from tests.zoo.architectures import build
-from tpplan.calls.errors import UnprovedCallError
+from tpplan.calls.call_errors import UnprovedCallError
 from tpplan.compat.process_groups import fake_process_group
 from tpplan.parity import verify_program
 from tpplan.plan import CompileError, Exchange, Pattern
-from tpplan.report.program import render_program
+from tpplan.report.program_page import render_program
 from tpplan.report.program_why import render_why
 
 RULE = {"style": "experts", "exchange": "all-to-all"}

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import tpplan
 from tpplan.compiler.ir.layout import Layout, Pack, packed
-from tpplan.parity.draws import OwnDraws, part_of
+from tpplan.parity.drawn import OwnDraws, part_of
 from tpplan.parity.threads import ThreadCommunicator, run_ranks
 from tpplan.plan import CompileError
-from tpplan.runtime.randomness import SplitRandomness
+from tpplan.runtime.random.randomness import SplitRandomness
 
 PLAN = {"version": 1, "modules": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}}
 

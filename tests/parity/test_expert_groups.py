@@ -19,7 +19,7 @@ from tests.parity.test_expert_lists import CHOSEN, WIDTH, Expert, of_all, of_any
 from tpplan.compat.process_groups import fake_process_group
 from tpplan.parity import verify_program
 from tpplan.plan import CompileError
-from tpplan.report.program import render_program
+from tpplan.report.program_page import render_program
 
 ACTIVATIONS = (torch.randn(3, 8, WIDTH, requires_grad=True),)
 INSIDE = {"moe.experts.*.{gate,up}": "colwise", "moe.experts.*.down": "rowwise"}

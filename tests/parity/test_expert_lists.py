@@ -17,8 +17,8 @@ from tpplan.api import suggest_text
 from tpplan.compat.process_groups import fake_process_group
 from tpplan.compiler.trace.choices import found_count
 from tpplan.parity import verify_program
-from tpplan.report.program import render_program
-from tpplan.runtime.parameters import OnceReader
+from tpplan.report.program_page import render_program
+from tpplan.runtime.parameters.handed_out import OnceReader
 
 WIDTH, INNER, EXPERTS, CHOSEN = 16, 24, 6, 2
 ACTIVATIONS = (torch.randn(3, 8, WIDTH, requires_grad=True),)

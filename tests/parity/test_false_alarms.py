@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import tpplan
-from tpplan.parity import observe, verify_program
+from tpplan.parity import observed as observe
 from tpplan.parity import rank as ranks
-from tpplan.report.parity import render_parity
+from tpplan.parity import verify_program
+from tpplan.report.parity_tables import render_parity
 
 SAMPLE = (torch.randn(3, 4, 16, requires_grad=True),)
 PLAN = {"version": 1, "modules": {"**.up": "colwise", "**.down": "rowwise"}}

@@ -23,11 +23,11 @@ from tests.runtime.world import Member, world
 from tpplan.compat.process_groups import fake_process_group
 from tpplan.compiler.ir.layout import Collective
 from tpplan.compiler.ir.program import Program
-from tpplan.parity.run import verify_program
+from tpplan.parity.verification import verify_program
 from tpplan.plan import CompileError, Pattern, Style
-from tpplan.report.program import render_program
+from tpplan.report.program_page import render_program
 from tpplan.report.program_why import render_why
-from tpplan.runtime.communicator import ProcessGroupCommunicator
+from tpplan.runtime.ranks.communicator import ProcessGroupCommunicator
 from tpplan.suggest import search
 from tpplan.suggest.weigh import exchanges_little
 
@@ -469,7 +469,7 @@ def test_suggested_plans_exchange_what_is_small_where_nothing_is_split_otherwise
 
 def test_suggested_plans_exchange_nothing_inside_that_is_large_or_needless(monkeypatch: pytest.MonkeyPatch) -> None:
     assert exchanges_little(compiled(Summed)) and not exchanges_little(compiled(Experts))
-    searching = importlib.import_module("tpplan.suggest.search")
+    searching = importlib.import_module("tpplan.suggest.settings")
     monkeypatch.setattr(searching, "exchanges_little", lambda _: False)  # pyright: ignore
     many = torch.randn(8, 8192, WIDTH, device="meta", requires_grad=True)
     with pytest.raises(CompileError, match="TP123"):

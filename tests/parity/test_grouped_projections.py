@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import tpplan
 from tpplan.api import suggest_text
-from tpplan.suggest.share import block_share
+from tpplan.suggest.sharded_share import block_share
 
 WIDTH, HEADS, GROUPS = 64, 8, 2
 SIZE, QUERIES = WIDTH // HEADS, HEADS // GROUPS

@@ -15,7 +15,7 @@ from tpplan.parity.materialise import copy_structure
 from tpplan.parity.rank import SimulatedDistributor
 from tpplan.parity.threads import ThreadCommunicator, run_ranks
 from tpplan.runtime.lower import lower
-from tpplan.runtime.reshard import SecondDerivativeError
+from tpplan.runtime.ranks.reshard import SecondDerivativeError
 
 WIDTH, INNER = 8, 16
 RULES: dict[str, Any] = {"net.*.up": "colwise", "net.*.down": "rowwise"}

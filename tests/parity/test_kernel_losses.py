@@ -16,8 +16,8 @@ from tests.kernels.launches import counted
 from tests.parity.test_class_functions import PLAN, Head, Loss, criterion, of_rows, plain, summed, weighed, with_z
 from tpplan.compiler.ir.program import KernelUse
 from tpplan.parity import verify_program
-from tpplan.runtime import class_rows
-from tpplan.runtime.class_rows import ClassPart, Rows, Sums, joined
+from tpplan.runtime.classes import class_rows
+from tpplan.runtime.classes.class_rows import ClassPart, Rows, Sums, joined
 
 ROWS, WIDTH = 6, 8
 

@@ -14,10 +14,10 @@ from tests.models.mixed_draws import SUBJECTS, dropouts_that_drop_nothing, mixed
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import compile_call
 from tpplan.compiler.request import Request
-from tpplan.parity import run as parity_run
+from tpplan.parity import verification as parity_run
 from tpplan.parity import verify_program
 from tpplan.plan import load_plan
-from tpplan.runtime.draws import MixedStreams
+from tpplan.runtime.random.mixed_draws import MixedStreams
 
 KINDS: dict[str, dict[str, Any]] = {
     "functional": {"": ("same", "split", "same", "same")},

@@ -19,7 +19,7 @@ from tests.marking import sweep_but
 from tests.runtime.world import Member, world
 from tpplan.compiler.ir.program import Program, Reshard
 from tpplan.plan import CompileError
-from tpplan.report.program import render_program
+from tpplan.report.program_page import render_program
 
 INNER, WIDTH, RANK = 24, 16, 3
 COLUMN, ROW, GATHERED = "colwise", "rowwise", {"style": "colwise", "output": "replicate"}

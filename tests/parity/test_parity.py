@@ -13,7 +13,7 @@ import tpplan
 from tests.models.tiny import tiny_model
 from tests.parity.subjects import PLANS, subject
 from tpplan.parity import verify, verify_program
-from tpplan.report.parity import render_parity
+from tpplan.report.parity_tables import render_parity
 
 
 @pytest.mark.parametrize("tp", [2, 4])

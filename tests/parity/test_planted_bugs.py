@@ -12,10 +12,10 @@ import tpplan
 from tests.parity.subjects import subject, with_module, with_parameter
 from tpplan.compiler.ir.layout import Collective
 from tpplan.parity import ParityReport, verify_program
-from tpplan.runtime.distribute import MeshDistributor
-from tpplan.runtime.layers import ReducedLinear
-from tpplan.runtime.module_runtime import RUNTIME
-from tpplan.runtime.swapped import swapped_class
+from tpplan.runtime.modules.linear_layers import ReducedLinear
+from tpplan.runtime.modules.module_runtime import RUNTIME
+from tpplan.runtime.modules.swapped import swapped_class
+from tpplan.runtime.parameters.distribute import MeshDistributor
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tpplan.api import suggest_text
 from tpplan.compat.modules import WEIGHTS_LISTED
 from tpplan.parity import verify_program
 from tpplan.plan import CompileError, load_plan
-from tpplan.runtime.recurrent import RecurrentBody
+from tpplan.runtime.bodies.recurrent_bodies import RecurrentBody
 
 BATCH, STEPS, INPUTS, FEATURES = 2, 3, 6, 8
 KINDS: dict[str, Any] = {

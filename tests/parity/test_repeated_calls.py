@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import tpplan
 from tests.marking import in_turns
 from tests.runtime.world import Member, world
-from tpplan.parity.run import verify_program
+from tpplan.parity.verification import verify_program
 from tpplan.suggest import search
 
 WIDTH, INNER = 16, 32

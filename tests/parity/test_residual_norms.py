@@ -23,7 +23,7 @@ from tpplan import kernels
 from tpplan.compat.dtensors import local_of
 from tpplan.compat.process_groups import fake_process_group
 from tpplan.compiler.ir.program import KernelUse
-from tpplan.runtime.fused_sums import ResidualNorm
+from tpplan.runtime.bodies.fused_sums import ResidualNorm
 
 ASKED = "\nkernels: {residual_norm: triton}\n"
 HIDDEN = 16

@@ -10,13 +10,13 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
 
 import tpplan
-from tpplan.calls.inference import inference
+from tpplan.calls.inference_cost import inference
 from tpplan.compat.process_groups import fake_process_group
 from tpplan.compiler.ir.layout import Collective
-from tpplan.cost.program import module_traffic
+from tpplan.cost.traffic import module_traffic
 from tpplan.parity import verify_program
 from tpplan.plan import load_plan
-from tpplan.runtime import bodies
+from tpplan.runtime.bodies import bodies
 
 WIDTH, HEADS, GROUPS = 32, 4, 2
 ACTIVATIONS = (torch.randn(3, 5, WIDTH, requires_grad=True),)

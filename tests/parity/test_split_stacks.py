@@ -19,11 +19,11 @@ from tests.marking import in_turns
 from tests.parity.test_expert_groups import held, verified
 from tests.parity.test_whole_experts import WIDTH, by_size, of_added, of_grouped, of_hits, of_loop, of_picked
 from tests.parity.test_whole_experts import of_weighed_first as of_weighed
-from tpplan.calls.errors import UnprovedCallError
+from tpplan.calls.call_errors import UnprovedCallError
 from tpplan.compat.process_groups import fake_process_group
 from tpplan.plan import CompileError
-from tpplan.report.program import render_program
-from tpplan.runtime.packed import PackedShard
+from tpplan.report.program_page import render_program
+from tpplan.runtime.parameters.packed_tensors import PackedShard
 
 ACTIVATIONS = (torch.randn(3, 8, WIDTH, requires_grad=True),)
 MATRICES: dict[str, Any] = {

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from tpplan.parity.errors import RankError, RanksDisagreeError, RankTimeoutError
+from tpplan.parity.parity_errors import RankError, RanksDisagreeError, RankTimeoutError
 from tpplan.parity.threads import run_ranks
 
 

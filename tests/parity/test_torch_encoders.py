@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.marking import slow_but
 from tests.runtime.simulated import on_ranks
-from tpplan.parity.errors import RankError
+from tpplan.parity.parity_errors import RankError
 
 WIDTH, HEADS = 16, 4
 PROJECTIONS: dict[str, Any] = {"style": "colwise", "packed": ["q", "k", "v"]}

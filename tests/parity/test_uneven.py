@@ -20,13 +20,14 @@ from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import compile_call
 from tpplan.compiler.request import Request
 from tpplan.cost.communication import bytes_sent
-from tpplan.cost.program import gradient_sum_traffic, module_traffic
+from tpplan.cost.traffic import gradient_sum_traffic, module_traffic
 from tpplan.parity import verify_program
-from tpplan.parity.errors import VerifyError
+from tpplan.parity.parity_errors import VerifyError
 from tpplan.parity.threads import ThreadCommunicator
 from tpplan.plan import load_plan
-from tpplan.runtime import bodies, reshard
-from tpplan.runtime.segments import in_packs
+from tpplan.runtime.bodies import bodies
+from tpplan.runtime.ranks import reshard
+from tpplan.runtime.ranks.segments import in_packs
 
 COARSE = ("llama", "tied llama", "phi3")  # their RMSNorm computes in float32
 

@@ -25,8 +25,8 @@ from tpplan.compiler.pipeline import compile_call
 from tpplan.compiler.request import Request
 from tpplan.parity import verify_program
 from tpplan.plan import Severity, load_plan
-from tpplan.report.program import render_program
-from tpplan.suggest.share import block_share
+from tpplan.report.program_page import render_program
+from tpplan.suggest.sharded_share import block_share
 
 PLANS = Path(__file__).parents[2] / "plans"
 FEW_KEYS = [(14, 2, 4), (10, 2, 3), (9, 3, 4), (28, 4, 6), (28, 4, 8)]
@@ -192,7 +192,7 @@ def planted() -> tuple[nn.Module, Any, Any]:
 
 
 def test_gradients_of_shared_keys_that_are_not_summed_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpplan.runtime import parameters
+    from tpplan.runtime.parameters import handed_out as parameters
 
     model, plan, call = planted()
     program = compile_call(Request(model, plan, 3, *call)).program

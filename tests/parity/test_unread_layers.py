@@ -16,7 +16,7 @@ from tests.runtime.simulated import worst
 from tpplan.compat.process_groups import fake_process_group
 from tpplan.compiler.pipeline import compile_call
 from tpplan.compiler.request import Request
-from tpplan.parity.run import verify_program
+from tpplan.parity.verification import verify_program
 from tpplan.plan import load_plan
 from tpplan.suggest import search
 

@@ -14,8 +14,8 @@ from torch.func import functional_call
 import tpplan
 from tpplan.compat.dtensors import local_of
 from tpplan.parity.rank import SimulatedDistributor
-from tpplan.parity.run import verify_program
 from tpplan.parity.threads import ThreadCommunicator, run_ranks
+from tpplan.parity.verification import verify_program
 from tpplan.plan import CompileError
 from tpplan.runtime.lower import lower
 from tpplan.suggest import search

@@ -16,7 +16,7 @@ import tpplan
 from tests.marking import in_turns
 from tests.parity.test_expert_lists import Block as ListBlock
 from tests.parity.test_expert_lists import Dispatch, of_all, of_any, of_each, of_hit, of_scatter
-from tpplan.calls.errors import UnprovedCallError
+from tpplan.calls.call_errors import UnprovedCallError
 from tpplan.compat.process_groups import fake_process_group
 from tpplan.parity import verify_program
 from tpplan.plan import CompileError

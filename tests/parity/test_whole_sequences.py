@@ -28,8 +28,8 @@ from tpplan.parity.materialise import copy_structure
 from tpplan.parity.rank import SimulatedDistributor
 from tpplan.parity.threads import Rendezvous, ThreadCommunicator, run_ranks
 from tpplan.plan import Plan, load_plan
-from tpplan.runtime.communicator import ProcessGroupCommunicator
 from tpplan.runtime.lower import Variants, lower
+from tpplan.runtime.ranks.communicator import ProcessGroupCommunicator
 
 NAMES = ("torch_transformer", "llama", "opt", "gpt2")
 LENGTHS = (12, 1, 13, 12, 7)

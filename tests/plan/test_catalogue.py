@@ -3,7 +3,7 @@ import re
 import pytest
 
 from tests.plan.toy import llama_modules
-from tpplan.plan import CATALOGUE, Entry, Severity, check_plan, load_plan
+from tpplan.plan import CATALOGUE, CatalogueEntry, Severity, check_plan, load_plan
 
 ENTRIES = list(CATALOGUE.values())
 PLANS = [entry for entry in ENTRIES if entry.bad.startswith(("version:", "modules:"))]
@@ -23,7 +23,7 @@ def test_codes_are_in_order_and_names_are_unique() -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.code)
-def test_an_entry_says_what_is_wrong_and_what_to_do(entry: Entry) -> None:
+def test_an_entry_says_what_is_wrong_and_what_to_do(entry: CatalogueEntry) -> None:
     assert re.fullmatch(r"TP\d{3}", entry.code)
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", entry.name)
     assert entry.summary.endswith(".") and "\n" not in entry.summary
@@ -36,7 +36,7 @@ def test_an_entry_says_what_is_wrong_and_what_to_do(entry: Entry) -> None:
     [entry for entry in PLANS if entry.code not in NEED_THE_COMPILER | SELF_REFERENCE],
     ids=lambda entry: entry.code,
 )
-def test_the_wrong_example_has_the_mistake_and_the_right_one_does_not(entry: Entry) -> None:
+def test_the_wrong_example_has_the_mistake_and_the_right_one_does_not(entry: CatalogueEntry) -> None:
     assert entry.code in codes_of(entry.bad)
     assert entry.code not in codes_of(entry.good)
 
@@ -44,7 +44,7 @@ def test_the_wrong_example_has_the_mistake_and_the_right_one_does_not(entry: Ent
 @pytest.mark.parametrize(
     "entry", [entry for entry in PLANS if entry.code not in SELF_REFERENCE], ids=lambda entry: entry.code
 )
-def test_the_right_example_is_a_valid_plan(entry: Entry) -> None:
+def test_the_right_example_is_a_valid_plan(entry: CatalogueEntry) -> None:
     assert load_plan(f"{entry.good}\n")
 
 

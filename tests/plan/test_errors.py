@@ -8,7 +8,7 @@ import pytest
 import tpplan
 from tpplan.plan import CompileError, Diagnostic, InternalError, PlanError, Severity, TpplanError, check_plan
 from tpplan.plan.catalogue import CATALOGUE
-from tpplan.runtime.reshard import SecondDerivativeError
+from tpplan.runtime.ranks.reshard import SecondDerivativeError
 
 
 def test_an_error_is_ordered_and_survives_another_process() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tpplan.plan import Pattern, Pin, Style, load_plan
-from tpplan.plan.schema import PLAN_KEYS, RULE_KEYS
+from tpplan.plan.plan_keys import PLAN_KEYS, RULE_KEYS
 from tpplan.plan.vocabulary import Exchange, KernelChoice, KernelKind
 
 TEXT = (Path(__file__).parents[2] / "docs" / "plan-language.md").read_text(encoding="utf-8")

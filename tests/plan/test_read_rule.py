@@ -2,7 +2,7 @@
 
 import pytest
 
-from tpplan.plan import Pack, Pin, Style, check_plan, load_plan
+from tpplan.plan import NamedPack, Pin, Style, check_plan, load_plan
 
 
 def findings(modules: str) -> list[tuple[str, str]]:
@@ -16,7 +16,7 @@ def test_the_long_form_holds_every_option_and_where_it_stands() -> None:
     )
     (rule,) = load_plan(text).rules
     assert (rule.style, rule.input, rule.output) == (Style.COLWISE, Pin.REPLICATE, Pin.SHARD)
-    assert (rule.packed, rule.local) == ((Pack("q"), Pack("k")), ("n",))
+    assert (rule.packed, rule.local) == ((NamedPack("q"), NamedPack("k")), ("n",))
     assert [str(rule.span_of(option)) for option in ("style", "output", "local")] == [
         "<text>:3:16",
         "<text>:3:51",
@@ -27,7 +27,7 @@ def test_the_long_form_holds_every_option_and_where_it_stands() -> None:
 
 def test_packs_may_have_sizes() -> None:
     (rule,) = load_plan({"version": 1, "modules": {"a": {"style": "colwise", "packed": {"q": 64, "k": 16}}}}).rules
-    assert rule.packed == (Pack("q", 64), Pack("k", 16))
+    assert rule.packed == (NamedPack("q", 64), NamedPack("k", 16))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tests.plan.test_emit import PLANS
 from tpplan.plan import check_plan
-from tpplan.plan.schema import PlanFile, json_schema
+from tpplan.plan.plan_keys import PlanFile, json_schema
 
 COMMITTED = Path(__file__).parents[2] / "plans" / "plan.schema.json"
 ADAPTER = TypeAdapter(PlanFile)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from tests.report.toy_program import one_module, parameter
 from tpplan.compiler.ir.program import ModuleProgram
-from tpplan.cost.program import Traffic
-from tpplan.report.inference import Inference, Kept, KeptTensor, inference_json, render_inference
+from tpplan.cost.traffic import Traffic
+from tpplan.report.inference_tables import Inference, Kept, KeptTensor, inference_json, render_inference
 
 PARTS = (*(((1, 2, 64, 8),) * 3), (1, 0, 64, 8))
 LAYERS = tuple(KeptTensor(f"cache.layers.{i}.keys", "bfloat16", 2, (1, 6, 64, 8), PARTS) for i in range(2))

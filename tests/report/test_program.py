@@ -11,7 +11,7 @@ from tests.report.toy_program import layer, linear, one_module, parameter, resha
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, sharded
 from tpplan.compiler.ir.program import ModuleProgram, Program
 from tpplan.plan import Diagnostic, Pattern
-from tpplan.report.program import render_program
+from tpplan.report.program_page import render_program
 from tpplan.report.program_why import render_why
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"

@@ -7,7 +7,7 @@ import pytest
 from tests.report.toy_program import one_module, parameter, reshard, toy_program
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, sharded
 from tpplan.compiler.ir.program import ModuleProgram
-from tpplan.cost.program import (
+from tpplan.cost.traffic import (
     gradient_sum_traffic,
     memory,
     module_traffic,

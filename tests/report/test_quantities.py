@@ -3,7 +3,7 @@
 import pytest
 
 from tests.report.toy_program import toy_program
-from tpplan.report.program import render_program
+from tpplan.report.program_page import render_program
 from tpplan.report.quantities import bytes_text, count_text, encodable, path_text, shape_text
 
 

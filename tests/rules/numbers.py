@@ -19,7 +19,7 @@ from tests.rules.calls import Call
 from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Operation, Reference
-from tpplan.compiler.rewrite.localise import localised
+from tpplan.compiler.rewrite.local_steps import localised
 from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
 
 

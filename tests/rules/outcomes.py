@@ -24,7 +24,7 @@ from tests.rules.sweep import ENTRYWISE, choices, spellings
 from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.script import ReplayError
 from tpplan.compiler.ir.trace import Operation
-from tpplan.compiler.rewrite.localise import localised
+from tpplan.compiler.rewrite.local_steps import localised
 from tpplan.compiler.rules.propagate import Propagator, Refusal
 
 NAMES = (*OPERATORS, *ENTRYWISE, *SHAPED)

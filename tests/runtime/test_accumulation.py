@@ -21,8 +21,8 @@ from tests.models.tiny import example_keywords, first_output, tiny_model
 from tests.plans.parity import PLANS, assert_close, counted, loss_of, tolerance, whole
 from tests.runtime.world import Member, world
 from tpplan.compat.dtensors import local_of
-from tpplan.runtime.packed import PackedTensor
-from tpplan.runtime.sharded import ShardedTensor
+from tpplan.runtime.parameters.packed_tensors import PackedTensor
+from tpplan.runtime.parameters.sharded_tensors import ShardedTensor
 
 pytestmark = pytest.mark.processes
 

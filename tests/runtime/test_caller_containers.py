@@ -17,7 +17,7 @@ from torch.nn import functional
 import tpplan
 from tests.marking import in_thirds, slow_but
 from tests.runtime.world import Member, world
-from tpplan.calls.arguments import Left, Parts
+from tpplan.calls.call_arguments import LeftParts, Parts
 from tpplan.calls.guard import CallGuard
 from tpplan.compat.dtensors import local_of
 from tpplan.compiler.ir.layout import REPLICATED
@@ -307,7 +307,7 @@ def test_a_cache_that_hides_its_tensors_is_refused() -> None:
 
 
 def test_parts_that_pass_for_whole_tensors_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Left, "parts_of", lambda *_: Parts())
+    monkeypatch.setattr(LeftParts, "parts_of", lambda *_: Parts())
     with pytest.raises(tpplan.TpplanError, match="TP117"):
         simulated("list", HEADS, 2)
 

@@ -18,9 +18,9 @@ from tests.marking import in_thirds
 from tests.runtime.vocabulary import LLAMA, VOCABULARY, gpt2, llama
 from tests.runtime.world import Member, world
 from tpplan.parity.threads import ThreadCommunicator, run_ranks
-from tpplan.runtime import class_choices
-from tpplan.runtime.class_rows import ClassPart
-from tpplan.runtime.split_logits import SplitLogits
+from tpplan.runtime.classes import class_choices
+from tpplan.runtime.classes.class_rows import ClassPart
+from tpplan.runtime.classes.split_logits import SplitLogits
 
 NAN, INF = float("nan"), float("inf")
 

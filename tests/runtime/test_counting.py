@@ -12,7 +12,7 @@ from tests.marking import in_turns
 from tests.plans.parity import counted
 from tests.runtime.test_caches import tiny
 from tpplan.compat.process_groups import fake_process_group
-from tpplan.runtime.module_runtime import RUNTIME
+from tpplan.runtime.modules.module_runtime import RUNTIME
 
 pytest.importorskip("transformers")
 

@@ -176,7 +176,7 @@ def test_other_models_are_averaged_by_torch(mesh: DeviceMesh) -> None:
 
 
 def test_gradients_are_sent_while_others_are_computed(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpplan.runtime import averaging
+    from tpplan.runtime.data_parallel import averaging
 
     events: list[str] = []
     model = toys.sharded(mesh["tp"], toys.Deep())

@@ -26,7 +26,7 @@ from tpplan.parity.rank import SimulatedDistributor
 from tpplan.parity.threads import ThreadCommunicator, run_ranks
 from tpplan.plan import load_plan
 from tpplan.runtime.lower import lower
-from tpplan.runtime.module_runtime import RUNTIME
+from tpplan.runtime.modules.module_runtime import RUNTIME
 
 transformers = pytest.importorskip("transformers")
 

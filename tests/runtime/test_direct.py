@@ -17,9 +17,9 @@ from tests.runtime.simulated import on_ranks
 from tests.runtime.world import Member, world
 from tpplan.compat.dynamo import COMPILED_CALL
 from tpplan.compat.propagator import fake_mesh
-from tpplan.runtime import direct
-from tpplan.runtime.direct import Direct
-from tpplan.runtime.module_runtime import RUNTIME
+from tpplan.runtime.modules import direct
+from tpplan.runtime.modules.direct import Direct
+from tpplan.runtime.modules.module_runtime import RUNTIME
 
 RULES = {
     "table": "vocab",

@@ -14,19 +14,19 @@ from tests.caching import cache_of, passing, returned_cache
 from tests.marking import in_thirds, slow_but
 from tests.runtime.world import Member, world
 from tpplan.calls.guard import CallGuard
-from tpplan.calls.inference import inference
+from tpplan.calls.inference_cost import inference
 from tpplan.calls.storage import StorageMeter
 from tpplan.compiler.ir.hidden import hidden_tensors
 from tpplan.compiler.pipeline import compile_call
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.cost.communication import bytes_sent
-from tpplan.cost.program import module_traffic
+from tpplan.cost.traffic import module_traffic
 from tpplan.parity.materialise import copy_structure
 from tpplan.parity.rank import SimulatedDistributor
 from tpplan.parity.threads import ThreadCommunicator, run_ranks
 from tpplan.plan import load_plan
-from tpplan.report.inference import Inference
+from tpplan.report.inference_tables import Inference
 from tpplan.runtime.lower import lower
 
 transformers = pytest.importorskip("transformers")
@@ -293,7 +293,7 @@ def test_no_cache_is_said_in_words(kind: type[nn.Module]) -> None:
 
 
 def test_a_cache_that_shapes_dont_tell_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpplan.calls import inference as module
+    from tpplan.calls import inference_cost as module
 
     def fails(*_: object) -> object:
         raise RuntimeError("reads a number.")

@@ -14,8 +14,8 @@ from tests.compiler.toys import HIDDEN, MLP
 from tpplan import kernels
 from tpplan.compat.process_groups import fake_process_group
 from tpplan.compiler.ir.program import KernelUse
-from tpplan.runtime.kernels import active_uses
-from tpplan.runtime.writes import stock_class
+from tpplan.runtime.bodies.kernel_bodies import active_uses
+from tpplan.runtime.modules.writes import stock_class
 
 pytestmark = pytest.mark.skipif(
     kernels.available("cpu").name == "triton", reason="kernels run here, in Triton's interpreter"

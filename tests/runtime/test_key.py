@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tpplan.calls.key import CallKey, KeyReader, Kind
+from tpplan.calls.key import CallKey, CallKind, KeyReader
 
 
 def forward(self: Any, x: Any, y: Any = None, flag: Any = True, **more: Any) -> None: ...
@@ -24,7 +24,7 @@ READ = KeyReader(forward)
 X = torch.zeros(2, 3)
 
 
-def kind(*arguments: Any, training: bool = True, **keywords: Any) -> Kind:
+def kind(*arguments: Any, training: bool = True, **keywords: Any) -> CallKind:
     return READ(training, arguments, keywords).kind
 
 

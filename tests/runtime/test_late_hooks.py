@@ -128,7 +128,7 @@ def test_a_hook_that_was_there_before_may_be_removed() -> None:
 
 
 def test_without_following_the_old_program_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tpplan.calls.hooks.Hooks.look", lambda self, modules=(): False)
+    monkeypatch.setattr("tpplan.calls.module_hooks.Hooks.look", lambda self, modules=(): False)
     assert max(worst(stock(), MLP, 2, CALL, [CALL, softmax, CALL])) > 1e-6
 
 

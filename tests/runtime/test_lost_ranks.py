@@ -25,7 +25,7 @@ import tpplan
 from tests.marking import slow_but
 from tests.runtime.test_recompute import PLANS, stack, x
 from tests.runtime.world import start_forked
-from tpplan.runtime.pretrained import whole_state_of
+from tpplan.runtime.parameters.saved_models import whole_state_of
 
 SECONDS = 4.0
 GATHERING = "TP176 lost-rank: the gathering of `layers.0.body.up.weight`"

@@ -17,8 +17,8 @@ from tests.checkpoint.subjects import subject
 from tests.marking import slow_but
 from tests.runtime.world import Member, world
 from tpplan.compat.dtensors import local_of
-from tpplan.runtime import distribute
-from tpplan.runtime.distribute import MeshDistributor
+from tpplan.runtime.parameters import distribute
+from tpplan.runtime.parameters.distribute import MeshDistributor
 
 pytestmark = pytest.mark.processes
 

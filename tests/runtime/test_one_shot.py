@@ -26,7 +26,7 @@ from tpplan import compile_plan, parallelize, verify
 from tpplan.bench.collectives import by_kind
 from tpplan.compiler.ir.layout import Collective, all_reduce_of
 from tpplan.plan import PlanError, load_plan
-from tpplan.runtime import one_shot
+from tpplan.runtime.ranks import one_shot
 
 LARGEST = 2 * 4 * HIDDEN * 4  # bytes of (2, 4, HIDDEN) in float32
 TOLERANCE = 1e-5  # of numbers near 1 in float32, summed in another order

@@ -20,8 +20,8 @@ import tpplan
 from tests.runtime.owner import CASES, Block, Shared, backward, batch, detached, gradients, train
 from tests.runtime.world import Member, world
 from tpplan.rehearsal.prove import prove
-from tpplan.runtime.sharded import shown
-from tpplan.runtime.sharded_views import ShardedView
+from tpplan.runtime.parameters.sharded_tensors import shown
+from tpplan.runtime.parameters.sharded_views import ShardedView
 
 pytestmark = pytest.mark.processes
 TOLERANCE = 1e-9  # of float64, after optimizers that divide by roots of squares

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from tpplan.compat.dtensors import local_of, made_dtensor
 from tpplan.compat.propagator import fake_mesh
 from tpplan.compiler.ir.layout import Layout, Pack, packed, sharded
-from tpplan.runtime.packed import PackedShard, PackedTensor, packed_tensor
-from tpplan.runtime.pieces import part
+from tpplan.runtime.parameters.packed_tensors import PackedShard, PackedTensor, packed_tensor
+from tpplan.runtime.parameters.pieces import part
 
 LAYOUTS = {
     "equal": packed(0, [Pack(8), Pack(8)]),

@@ -17,7 +17,7 @@ from tests.caching import cache_of
 from tests.marking import in_thirds
 from tests.runtime.test_caches import SETTINGS, tiny, tokens
 from tests.runtime.world import Member, world
-from tpplan.compiler.ir.wrappers import inner_tensors
+from tpplan.compiler.ir.kept_tensors import inner_tensors
 
 pytest.importorskip("optimum.quanto")
 RANKS = 2

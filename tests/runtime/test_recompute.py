@@ -32,8 +32,8 @@ from tests.models.tiny import tiny_model
 from tests.plans.parity import PLANS as SHIPPED
 from tests.runtime.world import Member, world
 from tpplan.rehearsal.rehearse import ShapeCommunicator
-from tpplan.runtime import recent
-from tpplan.runtime.parameters import HandedOut
+from tpplan.runtime.around import recent
+from tpplan.runtime.parameters.handed_out import HandedOut
 
 TOLERANCE = 1e-11
 TENSOR: dict[str, Any] = {"**.{q,k,v,up}": "colwise", "**.{o,down}": "rowwise"}

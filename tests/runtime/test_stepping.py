@@ -18,9 +18,9 @@ from tpplan.compat.dtensors import local_of, made_dtensor
 from tpplan.compat.process_groups import fake_process_group
 from tpplan.compat.propagator import fake_mesh
 from tpplan.compiler.ir.layout import Pack, packed
-from tpplan.runtime.packed import PackedTensor, packed_tensor
-from tpplan.runtime.sharded import ShardedTensor
-from tpplan.runtime.stepping import BY_ELEMENT, step_on_parts
+from tpplan.runtime.data_parallel.stepping import BY_ELEMENT, step_on_parts
+from tpplan.runtime.parameters.packed_tensors import PackedTensor, packed_tensor
+from tpplan.runtime.parameters.sharded_tensors import ShardedTensor
 
 UNDO = step_on_parts()
 HOOKS = "torch.optim.optimizer._global_optimizer_pre_hooks"

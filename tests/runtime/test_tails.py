@@ -26,8 +26,8 @@ from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import compile_call
 from tpplan.compiler.request import Request
 from tpplan.cost.communication import bytes_sent
-from tpplan.cost.program import module_traffic, reshard_traffic
-from tpplan.runtime.module_runtime import RUNTIME
+from tpplan.cost.traffic import module_traffic, reshard_traffic
+from tpplan.runtime.modules.module_runtime import RUNTIME
 
 TOLERANCE = 1e-12
 PLAN = {"body.up": "colwise", "body.down": "rowwise", "norm": "sequence", "head": "colwise"}

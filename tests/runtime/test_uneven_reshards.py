@@ -20,10 +20,10 @@ from tpplan.compiler.ir.layout import (
     reshard_between,
     sharded,
 )
-from tpplan.parity.errors import VerifyError
+from tpplan.parity.parity_errors import VerifyError
 from tpplan.parity.threads import ThreadCommunicator, run_ranks
-from tpplan.runtime.reshard import CallContext, Move, make_reshard
-from tpplan.runtime.segments import taken
+from tpplan.runtime.ranks.reshard import CallContext, Move, make_reshard
+from tpplan.runtime.ranks.segments import taken
 
 SHAPE = (6, 5, 13)
 PACKS = packed(2, [Pack(5), Pack(8)])  # on four ranks 4, 4, 3 and 2: one that is short comes before another

@@ -15,7 +15,7 @@ import tpplan
 from tests.compiler.toys import HIDDEN, MLP, plan_of
 from tests.runtime.simulated import on_ranks, watched, worst
 from tests.runtime.world import Member, world
-from tpplan.calls.errors import UnprovedCallError
+from tpplan.calls.call_errors import UnprovedCallError
 from tpplan.calls.guard import CallGuard
 
 TOLERANCE = 1e-12

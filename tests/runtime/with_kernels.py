@@ -11,7 +11,7 @@ from tests.kernels.launches import counted
 from tests.runtime.vocabulary import TOKENS, VOCABULARY, gradient_error, llama
 from tests.runtime.world import Member
 from tpplan import kernels
-from tpplan.runtime import class_rows
+from tpplan.runtime.classes import class_rows
 
 CHOICES = {"residual_norm": "triton", "cross_entropy": "triton"}
 

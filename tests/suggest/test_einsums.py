@@ -12,7 +12,7 @@ from torch.nn import functional
 from tests.marking import slow_but
 from tests.runtime.simulated import Call, worst
 from tpplan.suggest import search, write_plan
-from tpplan.suggest.share import model_share
+from tpplan.suggest.sharded_share import model_share
 
 WIDTH, HEADS, EXPERTS, INNER = 32, 4, 4, 48
 

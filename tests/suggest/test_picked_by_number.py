@@ -10,7 +10,7 @@ from torch.nn import functional
 from tests.runtime.simulated import Call, worst
 from tpplan.plan import CompileError
 from tpplan.suggest import search, write_plan
-from tpplan.suggest.share import model_share
+from tpplan.suggest.sharded_share import model_share
 
 WIDTH, HEADS = 32, 4
 

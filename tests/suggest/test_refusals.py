@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import tpplan
 from tests.runtime.simulated import plan_of
-from tpplan.calls.inference import inference
+from tpplan.calls.inference_cost import inference
 from tpplan.parity import ParityReport
 from tpplan.plan import CompileError, Diagnostic
 

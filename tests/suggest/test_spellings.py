@@ -11,7 +11,7 @@ import tpplan
 from tests.marking import in_turns
 from tests.runtime.simulated import worst
 from tpplan.api import suggest_text
-from tpplan.suggest.share import block_share
+from tpplan.suggest.sharded_share import block_share
 
 WIDTH = 64
 SAMPLE = torch.randn(3, 6, WIDTH, requires_grad=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tpplan.parity.run import verify_program
+from tpplan.parity.verification import verify_program
 from tpplan.plan import Pin, Style
 from tpplan.suggest import search
 from tpplan.suggest.weigh import weigh
@@ -88,7 +88,7 @@ class Stream(nn.Module):
 
 @pytest.mark.parametrize(("kind", "left_out"), [(Diffusion, "_gather"), (Stream, "_before_wide_rows")])
 def test_a_change_makes_the_plan_lighter(kind: type[nn.Module], left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    searching = importlib.import_module("tpplan.suggest.search")
+    searching = importlib.import_module("tpplan.suggest.settings")
     with torch.device("meta"):
         model, inputs = kind(), call()
     found = weigh(search(model, 2, inputs, {}, False).program)

@@ -16,12 +16,12 @@ from torch import nn
 from tests.zoo.architectures import ARCHITECTURES, build
 from tests.zoo.subjects import SUBJECTS
 from tpplan.compiler.ir.program import Program
-from tpplan.parity.run import verify_program
+from tpplan.parity.verification import verify_program
 from tpplan.plan import CompileError, load_plan
 from tpplan.suggest import search, write_plan
 from tpplan.suggest.judge import plan_of
 from tpplan.suggest.patterns import is_repeated, shape_of
-from tpplan.suggest.share import Share, Whole, block_share, left_whole, model_share, shared_parts
+from tpplan.suggest.sharded_share import Share, Whole, block_share, left_whole, model_share, shared_parts
 from tpplan.suggest.write import reason_for
 
 SIZES = (2, 4)

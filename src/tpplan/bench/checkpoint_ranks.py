@@ -21,7 +21,7 @@ import transformers
 from torch import nn
 
 from tpplan.api import parallelize, save_weights
-from tpplan.checkpoint.load import load
+from tpplan.checkpoint.loading import load
 from tpplan.compat.dtensors import local_of
 
 _CHUNK = 4 * 1024**2

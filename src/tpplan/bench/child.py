@@ -23,11 +23,11 @@ def measure(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         compile_time.use_one_core()
         return compile_time.measure(**arguments)
     if name == "checkpoint":
-        from tpplan.bench import checkpoint
+        from tpplan.bench import checkpoint_times as checkpoint
 
         return checkpoint.measure(**arguments)
     if name == "loss":
-        from tpplan.bench import loss
+        from tpplan.bench import loss_times as loss
 
         return loss.measure(**arguments)
     if name == "training":

@@ -14,11 +14,11 @@ from tpplan.api import parallelize
 from tpplan.bench.causal import CAUSAL
 from tpplan.bench.collectives import FEWER, MORE, by_kind
 from tpplan.bench.decode import next_calls
-from tpplan.bench.ranks import Traffic
+from tpplan.bench.rank_processes import RankTraffic
 from tpplan.bench.subjects import Architecture, tiny_transformer
 from tpplan.compiler.ir.layout import Collective
 from tpplan.plan import shipped_plan_names
-from tpplan.runtime.module_runtime import RUNTIME
+from tpplan.runtime.modules.module_runtime import RUNTIME
 
 PROMPT, TOKEN = "prompt", "token"
 BATCH, LENGTH = 2, 8  # of a prompt, which the ranks can share
@@ -84,7 +84,7 @@ def _generation(name: str, architecture: Architecture, layers: int, size: int) -
 
 
 def _sent(model: nn.Module, call: dict[str, Any]) -> Sent:
-    with Traffic() as counter:  # torch's `CommDebugMode` fails where a module is called twice without gradients
+    with RankTraffic() as counter:  # torch's `CommDebugMode` fails where a module is called twice without gradients
         model(**call)
     program = vars(model)[RUNTIME].guard.program
     return Sent(program.count_collectives(backward=False), by_kind(counter.counted), bool(program.picked))

@@ -19,7 +19,7 @@ import torch
 
 from tpplan.bench.environment import describe_environment
 from tpplan.bench.kernels_plot import render_svg
-from tpplan.bench.kernels_subjects import LIGER, SUBJECTS, Subject, forms, liger, tensors_of
+from tpplan.bench.kernels_subjects import LIGER, SUBJECTS, KernelSubject, forms, liger, tensors_of
 from tpplan.bench.kernels_timing import (
     copy_gigabytes_per_second,
     forward_of,
@@ -36,7 +36,7 @@ DRY_SIZES = ((3, 64), (2, 1_000))
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def sizes_of(subject: Subject, dry: bool, rows: Iterable[int], columns: Iterable[int]) -> list[tuple[int, int]]:
+def sizes_of(subject: KernelSubject, dry: bool, rows: Iterable[int], columns: Iterable[int]) -> list[tuple[int, int]]:
     """The (rows, columns) on which a kernel is measured."""
     if dry:
         return list(DRY_SIZES)
@@ -103,7 +103,7 @@ def _measure_one(
 
 
 def _ways(
-    subject: Subject,
+    subject: KernelSubject,
     function: Callable[..., Any],
     size: tuple[int, int],
     dtype: str,

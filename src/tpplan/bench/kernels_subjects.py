@@ -19,7 +19,7 @@ OURS, EAGER, COMPILED, LIGER = "tpplan", "torch eager", "torch.compile", "liger"
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class KernelSubject:
     """A kernel and what it is held against.
 
     Attributes:
@@ -85,14 +85,14 @@ def _normalized(function: Callable[..., Any], matrices: int, *settings: Any) -> 
 
 
 _TANH = {"approximate": "tanh", "backend": "triton"}
-SUBJECTS: dict[Kernel, Subject] = {
-    "layer_norm": Subject(
+SUBJECTS: dict[Kernel, KernelSubject] = {
+    "layer_norm": KernelSubject(
         _normalized(kernels.layer_norm, 1), _layer_norm, ("liger_layer_norm", (1e-5,)), 2, 3, vectors=2
     ),
-    "rms_norm": Subject(
+    "rms_norm": KernelSubject(
         _normalized(kernels.rms_norm, 1, 1e-6), _rms_norm, ("liger_rms_norm", (1e-6, 0.0, "gemma", False)), 2, 3, 1, 1
     ),
-    "rms_norm_variant": Subject(
+    "rms_norm_variant": KernelSubject(
         _normalized(partial(kernels.rms_norm, cast="before"), 1, 1e-6),
         _rms_norm_variant,
         ("liger_rms_norm", (1e-6, 0.0, "llama", False)),
@@ -100,10 +100,10 @@ SUBJECTS: dict[Kernel, Subject] = {
         3,
         vectors=1,
     ),
-    "residual_layer_norm": Subject(
+    "residual_layer_norm": KernelSubject(
         _normalized(kernels.residual_layer_norm, 2), _residual_layer_norm, None, 4, 4, matrices=2, vectors=2
     ),
-    "residual_rms_norm": Subject(
+    "residual_rms_norm": KernelSubject(
         _normalized(kernels.residual_rms_norm, 2, 1e-6),
         _residual_rms_norm,
         ("liger_fused_add_rms_norm", (1e-6, 0.0, "gemma", False)),
@@ -112,11 +112,11 @@ SUBJECTS: dict[Kernel, Subject] = {
         matrices=2,
         vectors=1,
     ),
-    "gelu": Subject(partial(kernels.gelu, **_TANH), partial(functional.gelu, approximate="tanh"), None, 2, 3),
-    "bias_gelu": Subject(partial(kernels.bias_gelu, **_TANH), _bias_gelu, None, 2, 3, vectors=1),
-    "swiglu": Subject(partial(kernels.swiglu, backend="triton"), _swiglu, ("liger_swiglu", ()), 3, 5, matrices=2),
-    "geglu": Subject(partial(kernels.geglu, **_TANH), _geglu, ("liger_geglu", ()), 3, 5, matrices=2),
-    "cross_entropy": Subject(
+    "gelu": KernelSubject(partial(kernels.gelu, **_TANH), partial(functional.gelu, approximate="tanh"), None, 2, 3),
+    "bias_gelu": KernelSubject(partial(kernels.bias_gelu, **_TANH), _bias_gelu, None, 2, 3, vectors=1),
+    "swiglu": KernelSubject(partial(kernels.swiglu, backend="triton"), _swiglu, ("liger_swiglu", ()), 3, 5, matrices=2),
+    "geglu": KernelSubject(partial(kernels.geglu, **_TANH), _geglu, ("liger_geglu", ()), 3, 5, matrices=2),
+    "cross_entropy": KernelSubject(
         partial(kernels.cross_entropy, backend="triton"),
         functional.cross_entropy,
         ("liger_cross_entropy", ()),
@@ -128,7 +128,7 @@ SUBJECTS: dict[Kernel, Subject] = {
 """Every kernel of `tpplan.kernels`."""
 
 
-def forms(subject: Subject, backend: str) -> dict[str, Callable[..., Any]]:
+def forms(subject: KernelSubject, backend: str) -> dict[str, Callable[..., Any]]:
     """The implementations to time, by name; Liger's where it is installed and has the function.
 
     Args:
@@ -155,7 +155,7 @@ def liger() -> Any:
         return None
 
 
-def tensors_of(subject: Subject, rows: int, columns: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+def tensors_of(subject: KernelSubject, rows: int, columns: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     """Random inputs that want gradients, and targets if it is a loss."""
     inputs = [torch.randn(rows, columns, device=device, dtype=dtype) for _ in range(subject.matrices)]
     inputs += [torch.randn(columns, device=device, dtype=dtype) for _ in range(subject.vectors)]

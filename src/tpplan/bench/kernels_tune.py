@@ -24,8 +24,8 @@ import torch
 from tpplan import kernels
 from tpplan.bench.kernels_subjects import SUBJECTS, tensors_of
 from tpplan.bench.kernels_timing import forward_of, step_of, wall_microseconds
-from tpplan.bench.run import BenchmarkError
-from tpplan.kernels.measured import VARIABLE, Measured, Setting, file_of, setting_of, write_measured
+from tpplan.bench.running import BenchmarkError
+from tpplan.kernels.measured import VARIABLE, Measured, MeasuredSetting, file_of, setting_of, write_measured
 from tpplan.kernels.thresholds import CASES, KERNELS, Kernel, forget_measured
 
 _COLUMNS, _LOSS_COLUMNS = 4_096, 32_768
@@ -62,7 +62,7 @@ def tune(progress: Callable[[str], None] = lambda text: None) -> tuple[Measured,
     return found, notes
 
 
-def _setting() -> Setting:
+def _setting() -> MeasuredSetting:
     there = kernels.available("cuda" if torch.cuda.is_available() else "cpu")
     setting = setting_of(None) if there.name == "triton" else None
     if setting is None:

@@ -19,7 +19,7 @@ from tpplan.bench.overhead import SIZE
 from tpplan.bench.rounds import processor_seconds, time_interleaved
 from tpplan.bench.subjects import ToySizes, first_tensor, toy_call, toy_llama
 from tpplan.compat.process_groups import fake_process_group
-from tpplan.runtime.clipping import clip_grad_norm_
+from tpplan.runtime.data_parallel.clipping import clip_grad_norm_
 
 OWN = "tpplan, torch's own on its DTensors"
 FRESH = "forward and backward, gradients set to None"

@@ -20,7 +20,7 @@ _COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _ROWS = ("o_proj", "down_proj")
 
 
-class _Summed(torch.autograd.Function):
+class _MegatronSum(torch.autograd.Function):
     """The same forward, a sum of gradients over the ranks: Megatron's f."""
 
     @staticmethod
@@ -80,7 +80,7 @@ class Columns(_Linear):
         return functional.linear(x_BSH, self.weight)
 
 
-class Rows(_Linear):
+class MegatronRows(_Linear):
     """Split by input features, then g."""
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -99,11 +99,11 @@ class Head(_Linear):
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """X (B, S, H) to logits (B, S, V)."""
-        summed: Tensor = _Summed.apply(x_BSH)  # pyright: ignore
+        summed: Tensor = _MegatronSum.apply(x_BSH)  # pyright: ignore
         return _Gathered.apply(functional.linear(summed, self.weight))  # pyright: ignore
 
 
-class Table(_Linear):
+class MegatronTable(_Linear):
     """An embedding split by rows."""
 
     def __init__(self, table: nn.Embedding) -> None:
@@ -125,12 +125,12 @@ def split_by_hand(model: Any) -> nn.Module:
     `post_attention_layernorm` return them.
     """
     decoder = model.model
-    decoder.embed_tokens = Table(decoder.embed_tokens)
+    decoder.embed_tokens = MegatronTable(decoder.embed_tokens)
     for layer in decoder.layers:
         for block in (layer.self_attn, layer.mlp):
             for name in (*_COLUMNS, *_ROWS):
                 if hasattr(block, name):
-                    setattr(block, name, (Columns if name in _COLUMNS else Rows)(getattr(block, name)))
+                    setattr(block, name, (Columns if name in _COLUMNS else MegatronRows)(getattr(block, name)))
         layer.input_layernorm = _Entrance(layer.input_layernorm)
         layer.post_attention_layernorm = _Entrance(layer.post_attention_layernorm)
     model.lm_head = Head(model.lm_head)
@@ -145,7 +145,7 @@ class _Entrance(nn.Module):
         self.norm = norm
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        return _Summed.apply(self.norm(x_BSH))  # pyright: ignore
+        return _MegatronSum.apply(self.norm(x_BSH))  # pyright: ignore
 
 
 __all__ = ["split_by_hand"]

@@ -22,7 +22,7 @@ from tpplan.bench.megatron import split_by_hand
 from tpplan.bench.rounds import Timing, processor_seconds, time_interleaved, timing_against
 from tpplan.bench.subjects import ToySizes, first_tensor, toy_call, toy_llama
 from tpplan.compat.process_groups import fake_process_group
-from tpplan.runtime.module_runtime import RUNTIME
+from tpplan.runtime.modules.module_runtime import RUNTIME
 
 SIZE = 2
 _GUARDS = 20  # one alone is too short for the clock

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
-class Attention(nn.Module):
+class PlainAttention(nn.Module):
     """Causal self-attention with rotary positions."""
 
     def __init__(self, hidden: int, heads: int) -> None:
@@ -51,13 +51,13 @@ class FeedForward(nn.Module):
         return self.down_proj(functional.silu(self.gate_proj(x_BSH)) * self.up_proj(x_BSH))
 
 
-class Block(nn.Module):
+class PlainBlock(nn.Module):
     """Pre-norm attention and feed-forward."""
 
     def __init__(self, hidden: int, intermediate: int, heads: int) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(hidden, eps=1e-6)
-        self.self_attn = Attention(hidden, heads)
+        self.self_attn = PlainAttention(hidden, heads)
         self.post_attention_layernorm = nn.RMSNorm(hidden, eps=1e-6)
         self.mlp = FeedForward(hidden, intermediate)
 
@@ -76,7 +76,7 @@ class Decoder(nn.Module):
     def __init__(self, vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, sequence: int) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(vocabulary, hidden)
-        self.layers = nn.ModuleList(Block(hidden, intermediate, heads) for _ in range(layers))
+        self.layers = nn.ModuleList(PlainBlock(hidden, intermediate, heads) for _ in range(layers))
         self.norm = nn.RMSNorm(hidden, eps=1e-6)
         frequencies = 10_000.0 ** (-torch.arange(0, hidden // heads, 2) / (hidden // heads))
         angles_SD = torch.outer(torch.arange(sequence), frequencies).repeat(1, 2)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.api import parallelize
-from tpplan.bench.ranks import Seconds, joined, run_on_ranks, tell, timed
+from tpplan.bench.rank_processes import Seconds, joined, run_on_ranks, tell, timed
 from tpplan.bench.subjects import ToySizes, toy_llama
 from tpplan.calls.warm import warm_up
 

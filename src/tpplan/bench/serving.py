@@ -7,7 +7,7 @@ from typing import Any
 
 from tpplan.bench.decode import PROMPT
 from tpplan.bench.forms import UNSHARDED
-from tpplan.bench.ranks import run_on_ranks
+from tpplan.bench.rank_processes import run_on_ranks
 from tpplan.bench.rounds import timing_against
 from tpplan.bench.serving_ranks import TOKENS, rank_main
 from tpplan.bench.subjects import ToySizes

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.bench.decode import PROMPT, TOKEN, next_calls
 from tpplan.bench.forms import UNSHARDED, forms_of
-from tpplan.bench.ranks import Seconds, joined, sent, tell, timed
+from tpplan.bench.rank_processes import Seconds, joined, sent, tell, timed
 from tpplan.bench.subjects import ToySizes, first_tensor
 
 TOKENS = 8  # after each prompt

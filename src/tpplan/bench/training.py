@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from tpplan.bench.ranks import run_on_ranks
+from tpplan.bench.rank_processes import run_on_ranks
 from tpplan.bench.rounds import timing_against
 from tpplan.bench.subjects import ToySizes
 from tpplan.bench.training_ranks import FLOOR, rank_main

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from tpplan.bench.forms import UNSHARDED, forms_of
 from tpplan.bench.megatron import split_by_hand
-from tpplan.bench.ranks import Seconds, joined, sent, tell, timed
+from tpplan.bench.rank_processes import Seconds, joined, sent, tell, timed
 from tpplan.bench.subjects import ToySizes, first_tensor, toy_llama
 
 FLOOR = "by hand"

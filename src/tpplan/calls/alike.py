@@ -4,7 +4,7 @@
     rank 1   model(ids)     ids = 2, 2, 9        numbers, would be wrong on each without a word
 
 Ranks exchange what they were called with before the first call of each kind runs, and before every call under
-`TPPLAN_DEBUG=1` (`runtime/lockstep.py`). Later calls aren't compared otherwise.
+`TPPLAN_DEBUG=1` (`runtime/ranks/lockstep.py`). Later calls aren't compared otherwise.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from tpplan.calls.arguments import without_opaque
-from tpplan.calls.decision import Call
+from tpplan.calls.call_arguments import without_opaque
+from tpplan.calls.decision import DecidedCall
 from tpplan.compat.generators import random_state
 from tpplan.compat.modes import without_dispatch_modes, without_function_modes
 from tpplan.compat.pipelines import wants_shapes_alone
@@ -24,8 +24,8 @@ from tpplan.compiler.ir.program import Program, dtype_name
 from tpplan.compiler.ir.pytree import leaves
 from tpplan.compiler.trace.chance import states
 from tpplan.plan import TpplanError
-from tpplan.runtime.lockstep import Facts
-from tpplan.runtime.placements import checksum
+from tpplan.runtime.ranks.lockstep import Facts
+from tpplan.runtime.ranks.watched_boundaries import checksum
 
 _FLAGS = frozenset({bool, int, float, complex, str, bytes})
 _NUMBERS = "#"  # before the digest of a tensor's numbers
@@ -35,7 +35,7 @@ class DifferentInputsError(TpplanError):
     """The ranks that share a model called it with different arguments."""
 
 
-def facts_of(call: Call, names: Sequence[str], program: Program | None = None) -> Facts:
+def facts_of(call: DecidedCall, names: Sequence[str], program: Program | None = None) -> Facts:
     """What of a call must be the same on all ranks, each by its name.
 
     Numbers needn't where nobody reads what the call returns: torch's pipelining learns shapes from memory that holds
@@ -90,7 +90,7 @@ def _first_difference(first: dict[str, str], other: dict[str, str]) -> tuple[str
     return "", "are in another order"
 
 
-def _arguments(call: Call, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _arguments(call: DecidedCall, names: Sequence[str]) -> Iterator[tuple[str, str]]:
     arguments, keywords = without_opaque(call.arguments, call.keywords)
     called = {names[i] if i < len(names) else f"*{i}": held for i, held in enumerate(arguments)}
     for name, held in sorted((called | keywords).items()):

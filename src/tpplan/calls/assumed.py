@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tpplan.ambience import ambience
-from tpplan.compiler.check.declared import Trial
+from tpplan.compiler.check.tried_rules import Trial
 from tpplan.ops.declared import OperatorRuleError
 from tpplan.ops.trial import DRAWS
 from tpplan.plan import Diagnostic

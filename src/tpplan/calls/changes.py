@@ -17,14 +17,14 @@ from operator import attrgetter
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.calls.errors import UnprovedCallError
+from tpplan.calls.call_errors import UnprovedCallError
 from tpplan.calls.held import Held, LeanedOn
-from tpplan.calls.hooks import Hooks
+from tpplan.calls.module_hooks import Hooks
 from tpplan.compat.modules import computed_weights, is_pruning, own_buffers, own_modules, own_parameters
 from tpplan.compat.tensors import geometry_of
 from tpplan.parity.tree import modules_in
-from tpplan.runtime import contents
-from tpplan.runtime.writes import HOOKS, WRITES, Watched, Writes, stock_class
+from tpplan.runtime.modules import contents
+from tpplan.runtime.modules.writes import HOOKS, WRITES, Watched, Writes, stock_class
 from tpplan.state.content import Difference
 from tpplan.state.flat import Standing
 from tpplan.state.parts import PLAIN, UnseenError

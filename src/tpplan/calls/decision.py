@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tpplan.calls.arguments import Parts
+from tpplan.calls.call_arguments import Parts
 from tpplan.calls.key import CallKey
 from tpplan.calls.proofs import Proof
 
@@ -23,7 +23,7 @@ class Decision(NamedTuple):
     plain: CallKey
 
 
-class Call(NamedTuple):
+class DecidedCall(NamedTuple):
     """A call of the root, with how those of its tensors lie that an earlier call has left."""
 
     training: bool
@@ -32,4 +32,4 @@ class Call(NamedTuple):
     parts: Parts
 
 
-__all__ = ["Call", "Decision"]
+__all__ = ["DecidedCall", "Decision"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tpplan.compiler.ir.program import dtype_name
-from tpplan.state.content import Node, Reader, Value, difference, place_of, shown
+from tpplan.state.content import ContentValue, Node, Reader, difference, place_of, shown
 from tpplan.state.parts import UnseenError
 
 _SHOWN = 4
@@ -40,15 +40,15 @@ def contents(arguments: Sequence[Any], keywords: Mapping[str, Any], names: Seque
     return {name: _content(read, held) for name, held in named.items() if held is not None}
 
 
-def _kind(held: Tensor) -> Value:
-    return Value(type(held), _Kind(held.dtype, held.dim(), held.requires_grad))
+def _kind(held: Tensor) -> ContentValue:
+    return ContentValue(type(held), _Kind(held.dtype, held.dim(), held.requires_grad))
 
 
 def _content(read: Reader, held: object) -> object:
     try:
         return read(held)
     except UnseenError:
-        return Value(cast("type[Any]", type(held)), "")
+        return ContentValue(cast("type[Any]", type(held)), "")
 
 
 def listed(name: str, content: object) -> Iterator[str]:

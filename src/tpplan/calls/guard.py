@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from tpplan.ambience import ambience
 from tpplan.calls.alike import drawn_next, facts_of, refuse_different
-from tpplan.calls.arguments import (
-    Left,
+from tpplan.calls.assumed import Assumed
+from tpplan.calls.call_arguments import (
+    LeftParts,
     Parts,
     kept_example,
     on_meta,
@@ -34,14 +35,13 @@ from tpplan.calls.arguments import (
     with_numbers,
     without_opaque,
 )
-from tpplan.calls.assumed import Assumed
+from tpplan.calls.call_errors import UnprovedCallError
 from tpplan.calls.changes import Changes, modes_of
 from tpplan.calls.coverage import Written
-from tpplan.calls.decision import Call, Decision
+from tpplan.calls.decision import DecidedCall, Decision
 from tpplan.calls.describe import call_difference, contents
-from tpplan.calls.errors import UnprovedCallError
 from tpplan.calls.guarded import GuardedCall
-from tpplan.calls.key import CallKey, KeyReader, Kind
+from tpplan.calls.key import CallKey, CallKind, KeyReader
 from tpplan.calls.passed import Passed
 from tpplan.calls.paths import Paths
 from tpplan.calls.proofs import Proof, Proofs, cache_difference, covers, left_difference
@@ -56,14 +56,14 @@ from tpplan.compat.modules import kept_buffers, named_modules, own_buffers, own_
 from tpplan.compat.pipelines import wants_shapes_alone
 from tpplan.compat.tensors import buffer_versions
 from tpplan.compiler.cover import Cover, NotCoveredError, Subject, cover
-from tpplan.compiler.explain.captures import models_own
+from tpplan.compiler.explain.failed_captures import models_own
 from tpplan.compiler.ir.hidden import hidden_tensors
+from tpplan.compiler.ir.kept_tensors import WrapperError, is_wrapper
 from tpplan.compiler.ir.objects import hides_tensors, is_object, is_opaque
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import tensors_in, tensors_of, with_tensors
 from tpplan.compiler.ir.steps import Step
 from tpplan.compiler.ir.trace import Asked, Location, Sides
-from tpplan.compiler.ir.wrappers import WrapperError, is_wrapper
 from tpplan.compiler.later import placement_difference
 from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request
@@ -71,13 +71,13 @@ from tpplan.compiler.trace.capture import BodyError
 from tpplan.compiler.trace.preconditions import NO_PARAMETER, WANTS_GRADIENT
 from tpplan.parity.tree import Path
 from tpplan.plan import CompileError, Plan, TpplanError
-from tpplan.runtime.agreement import agree, any_rank
-from tpplan.runtime.board import exchange, has_left
-from tpplan.runtime.communicator import ProcessGroupCommunicator
-from tpplan.runtime.lockstep import LockstepCommunicator
-from tpplan.runtime.reshard import UnevenShardError
-from tpplan.runtime.results import Results
-from tpplan.runtime.watched import WatchedCall
+from tpplan.runtime.around.results import Results
+from tpplan.runtime.around.watched import WatchedCall
+from tpplan.runtime.ranks.agreement import agree, any_rank
+from tpplan.runtime.ranks.board import exchange, has_left
+from tpplan.runtime.ranks.communicator import ProcessGroupCommunicator
+from tpplan.runtime.ranks.lockstep import LockstepCommunicator
+from tpplan.runtime.ranks.reshard import UnevenShardError
 from tpplan.state.ambient import RECORDING, settings_now, told_of_call
 from tpplan.state.parts import UnseenError
 
@@ -152,8 +152,8 @@ class CallGuard:
         self._thawed = ""
         self._changes: Changes | None = None
         self._model: nn.Module | None = None
-        self._compared: set[Kind] = set()
-        self._uncompared: set[Kind] = set()
+        self._compared: set[CallKind] = set()
+        self._uncompared: set[CallKind] = set()
         self._modes = modes_of(stock) if stock.training == program.training else frozenset[str]()
         self._changed = ""
         self._reads = compiled.reads
@@ -163,14 +163,14 @@ class CallGuard:
         self._members = compiled.members
         self._ran: CallKey | None = None
         self._rank = rank if axis is None else axis.rank
-        self._left = Left(program, self._rank)
+        self._left = LeftParts(program, self._rank)
         always = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
         self._lockstep = axis if isinstance(axis, LockstepCommunicator) else None
         first = {id(module): name for name, module in reversed(named_modules(stock, remove_duplicate=False))}
         names = {name: first[id(module)] for name, module in named_modules(stock, remove_duplicate=False)}
         self._paths = Paths(self._rank, always, names)
         self._steering = Steering()
-        key = self._key(Call(program.training, tuple(arguments), dict(keywords), Parts()))
+        key = self._key(DecidedCall(program.training, tuple(arguments), dict(keywords), Parts()))
         key = self._steering.note(key, compiled.facts)
         subject = None if compiled.subject is None else compiled.subject.of(stock)
         self._proofs.cover(key, self.main, compiled, subject)
@@ -238,7 +238,7 @@ class CallGuard:
         passed = Passed(arguments, keywords)
         if _passes_objects(call):  # as they are before the call writes to them
             before = with_tensors(call.arguments, call.keywords, self._names, lambda _, tensor: tensor)
-            call = Call(training, *before, call.parts)
+            call = DecidedCall(training, *before, call.parts)
         return proof.program, functools.partial(GuardedCall, self, call, decision, passed)
 
     def _around(self, training: bool) -> tuple[object, ...]:
@@ -289,9 +289,11 @@ class CallGuard:
         """See `Guard`."""
         return 0 if self._changes is None else self._changes.state
 
-    def _decide(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Call, Decision]:
+    def _decide(
+        self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[DecidedCall, Decision]:
         """The call, and the proof that covers it; it is made now if there is none."""
-        call = Call(training, arguments, keywords, self._left.parts_of(arguments, keywords, self._names))
+        call = DecidedCall(training, arguments, keywords, self._left.parts_of(arguments, keywords, self._names))
         if self._lockstep is not None:
             self._begin_watched(call, self._lockstep)
         plain = self._key(call)
@@ -323,17 +325,17 @@ class CallGuard:
             self._proofs.cover(key, proof, compiled, compiled.subject)
         return call, Decision(proof, key, plain)
 
-    def _tensors(self, call: Call) -> dict[Path, Tensor]:
+    def _tensors(self, call: DecidedCall) -> dict[Path, Tensor]:
         return dict(tensors_of(call.arguments, call.keywords, self._names))
 
-    def _begin_watched(self, call: Call, lockstep: LockstepCommunicator) -> None:
+    def _begin_watched(self, call: DecidedCall, lockstep: LockstepCommunicator) -> None:
         """Raise if the ranks were called with different arguments, under `TPPLAN_DEBUG=1`."""
         program = self.main.program
         shapes = [tuple(t.shape) for _, t in tensors_of(call.arguments, call.keywords, self._names)]
         has_sizes = shapes == [r.shape for r in program.inputs]
         refuse_different(lockstep.begin(facts_of(call, self._names, program), has_sizes))
 
-    def _require_alike(self, call: Call, kind: Kind) -> None:
+    def _require_alike(self, call: DecidedCall, kind: CallKind) -> None:
         """Raise if the ranks were called with different arguments; looked at once for each kind of call.
 
         And once more after a call that raised on this rank, as the others may be in the middle of that, or of which
@@ -361,7 +363,7 @@ class CallGuard:
         plain = {name: held for name, held in named.items() if isinstance(held, (Tensor, bool, int, float, str))}
         if draws:
             plain["the random state"] = random_state()
-        refuse_different(self._exchange(_PROMPT, facts_of(Call(False, (), plain, Parts()), ())))
+        refuse_different(self._exchange(_PROMPT, facts_of(DecidedCall(False, (), plain, Parts()), ())))
 
     def _forget(self, changed: str) -> None:
         self._changed = changed
@@ -406,7 +408,7 @@ class CallGuard:
         if self._changes is not None:
             self._changes.settle()
 
-    def prove_path(self, call: Call, decision: Decision, taken: Sides, branches: bool) -> tuple[Proof, bool]:
+    def prove_path(self, call: DecidedCall, decision: Decision, taken: Sides, branches: bool) -> tuple[Proof, bool]:
         """The proof of a call at its own sizes, by these sides of branches on data, and whether it changes attributes.
 
         Args:
@@ -449,7 +451,7 @@ class CallGuard:
         """How often each buffer of the model was written to."""
         return [] if self._model is None else buffer_versions(self._model)
 
-    def is_repeatable(self, call: Call) -> bool:
+    def is_repeatable(self, call: DecidedCall) -> bool:
         """See `Prover`."""
         return self._leaves_nothing() and not _passes_caches(call)
 
@@ -473,7 +475,7 @@ class CallGuard:
         warnings.warn(_TP183, stacklevel=2)
         return False
 
-    def _prove_sides(self, call: Call, decision: Decision) -> None:
+    def _prove_sides(self, call: DecidedCall, decision: Decision) -> None:
         """Prove the other side of each branch on data; calls of this kind are watched if one needs another program."""
         path = self._paths.of(decision.key.kind)
         path.both = True
@@ -485,7 +487,7 @@ class CallGuard:
             path.watched |= location not in path.free
             path.sides[location] = side
 
-    def _is_covered(self, call: Call, decision: Decision, location: Location) -> Callable[[Sides], bool]:
+    def _is_covered(self, call: DecidedCall, decision: Decision, location: Location) -> Callable[[Sides], bool]:
         """Whether a call that takes other sides of a branch runs by the same program, or raises, as unsharded."""
 
         def is_covered(taken: Sides) -> bool:
@@ -523,12 +525,12 @@ class CallGuard:
         base = self._with_whole_sequences() if self._sequence_dims else self.main
         if not (self._changed or self.state):
             return base
-        example = Call(self.main.program.training, *self._example, Parts())
+        example = DecidedCall(self.main.program.training, *self._example, Parts())
         with torch.enable_grad():
             _, compiled = self._proved(example, base)
         return Proof(base.plan, compiled.program)
 
-    def _key(self, call: Call) -> CallKey:
+    def _key(self, call: DecidedCall) -> CallKey:
         """The key of a call; under sequence parallelism with what decides how its sequences are split."""
         more: tuple[object, ...] = (self.state, *call.parts.key)
         if self._asked != _NOTHING:
@@ -547,7 +549,7 @@ class CallGuard:
                 "another\n  help: pass numbers, texts, tensors, containers of these, or plain objects"
             ) from None
 
-    def _answers(self, call: Call) -> Iterator[object]:
+    def _answers(self, call: DecidedCall) -> Iterator[object]:
         """What bodies are told that ask for more than the rest of a key has."""
         yield settings_now(sorted(self._asked.settings))
         if self._asks_recording and not torch.is_grad_enabled():
@@ -563,7 +565,7 @@ class CallGuard:
                 stock.requires_grad_(ours.requires_grad)  # calls are proved as the model is now
             yield stock is not None and stock.requires_grad
 
-    def _is_odd(self, call: Call) -> bool:
+    def _is_odd(self, call: DecidedCall) -> bool:
         if _continues(call):
             return True
         size = self.main.program.size
@@ -583,7 +585,7 @@ class CallGuard:
             found = None if any(other != shown for other in every) else found
         return found
 
-    def _cuts(self, call: Call) -> bool:
+    def _cuts(self, call: DecidedCall) -> bool:
         """Whether the call can be proved with a guess of how what its objects hold lies; later calls go by that."""
         for guess in self._left.guesses(call.arguments, call.keywords, self._names):
             if self.on_any_rank(guess is None) or guess is None:
@@ -596,7 +598,7 @@ class CallGuard:
             return True
         return False
 
-    def _prove(self, call: Call) -> tuple[Proof, Compiled]:
+    def _prove(self, call: DecidedCall) -> tuple[Proof, Compiled]:
         """The proof of a call of a new kind: one that is there, or with a program of its own."""
         if not self._sequence_dims:
             return self._proved(call, self.main)
@@ -611,7 +613,12 @@ class CallGuard:
                 raise error from error.__cause__
 
     def _proved(
-        self, call: Call, base: Proof, first: Proof | None = None, taken: Sides | None = None, replays: bool = False
+        self,
+        call: DecidedCall,
+        base: Proof,
+        first: Proof | None = None,
+        taken: Sides | None = None,
+        replays: bool = False,
     ) -> tuple[Proof, Compiled]:
         """A proof of a call by the plan of `base`, `first` if that covers it, and what was compiled for it."""
         parts = call.parts
@@ -657,7 +664,7 @@ class CallGuard:
         self._left.note(program, told=False)
         return known, compiled
 
-    def _refuse_hidden(self, call: Call) -> None:
+    def _refuse_hidden(self, call: DecidedCall) -> None:
         """Raise for an object of the call that keeps tensors where no proof can see them."""
         named = [*zip(self._names, call.arguments, strict=False), *call.keywords.items()]
         for name, held in named:
@@ -673,7 +680,7 @@ class CallGuard:
         others = (proof.program for proof in self._proofs if proof.plan is plan)
         return next(filter(None, (cache_difference(other, program) for other in others)), "")
 
-    def _refuse_difference(self, program: Program, plan: Plan, call: Call, wraps: bool) -> None:
+    def _refuse_difference(self, program: Program, plan: Plan, call: DecidedCall, wraps: bool) -> None:
         """Raise if one model can't be run by the programs that are there and by this one."""
         difference = placement_difference(self.main.program, program) or left_difference(self._left.layouts, program)
         guesses = self._left.guesses(call.arguments, call.keywords, self._names)
@@ -686,7 +693,7 @@ class CallGuard:
                 f"\n  help: {advice}"
             )
 
-    def _headline(self, call: Call) -> str:
+    def _headline(self, call: DecidedCall) -> str:
         modes = (self.main.program.training, call.training)
         shown = call_difference(self._contents, contents(call.arguments, call.keywords, self._names), modes)
         differs = f"this call differs from the example ({shown})" if shown else ""
@@ -788,12 +795,12 @@ def _raising_side(error: BaseException | None) -> Location | None:
     return None if error is None else error.side
 
 
-def _passes_objects(call: Call) -> bool:
+def _passes_objects(call: DecidedCall) -> bool:
     """Whether the call passes an object that the call may write to, such as a cache."""
     return any(is_object(held) for held in (*call.arguments, *call.keywords.values()))
 
 
-def _passes_caches(call: Call) -> bool:
+def _passes_caches(call: DecidedCall) -> bool:
     """Whether an object that it passes holds tensors, or hides what it holds."""
     objects = [held for held in (*call.arguments, *call.keywords.values()) if is_object(held)]
     return any(is_opaque(held) or any(tensors_in(held, objects=True)) for held in objects)
@@ -819,7 +826,7 @@ def _splits_rows(program: Program) -> bool:
     return any(held.dim == 0 for _, reshard in program.reshards() for held in (reshard.source, reshard.target))
 
 
-def _continues(call: Call) -> bool:
+def _continues(call: DecidedCall) -> bool:
     """Whether it passes a cache that earlier calls have filled.
 
     A mask for the longer keys takes its rows from the sequence of a value that may be split, as one without a cache
@@ -830,7 +837,7 @@ def _continues(call: Call) -> bool:
     return any(tensor.dim() > 1 for cache in caches for _, tensor in hidden_tensors(cache))
 
 
-def _is_single(call: Call) -> bool:
+def _is_single(call: DecidedCall) -> bool:
     """Whether its batch is of one sequence, which is flattened with its batch to a sequence."""
     first = next((a for a in (*call.arguments, *call.keywords.values()) if isinstance(a, Tensor)), None)
     return first is not None and first.dim() > 0 and first.shape[0] == 1

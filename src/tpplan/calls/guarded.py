@@ -12,19 +12,19 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from tpplan.ambience import is_seen, unseen
-from tpplan.calls.decision import Call, Decision
-from tpplan.calls.errors import UnprovedCallError
+from tpplan.calls.call_errors import UnprovedCallError
+from tpplan.calls.decision import DecidedCall, Decision
 from tpplan.calls.passed import Passed
 from tpplan.calls.proofs import Proof
 from tpplan.calls.watch import Departure, Watch, sides
 from tpplan.compat.autograd import is_checkpointed
-from tpplan.compiler.explain.captures import models_own
+from tpplan.compiler.explain.failed_captures import models_own
 from tpplan.compiler.ir.steps import Step
 from tpplan.compiler.ir.trace import Sides
 from tpplan.compiler.trace.surroundings import generators
 from tpplan.plan import TpplanError
-from tpplan.runtime.onlookers import ChangingHookError
-from tpplan.runtime.watched import AGAIN
+from tpplan.runtime.around.onlookers import ChangingHookError
+from tpplan.runtime.around.watched import AGAIN
 
 
 class Prover(Protocol):
@@ -50,7 +50,7 @@ class Prover(Protocol):
         """Take a call as proved."""
         ...
 
-    def prove_path(self, call: Call, decision: Decision, taken: Sides, branches: bool) -> tuple[Proof, bool]:
+    def prove_path(self, call: DecidedCall, decision: Decision, taken: Sides, branches: bool) -> tuple[Proof, bool]:
         """The proof of a call at its own sizes, by these sides of branches, and whether it changes attributes."""
         ...
 
@@ -66,7 +66,7 @@ class Prover(Protocol):
         """How often each buffer of the model was written to."""
         ...
 
-    def is_repeatable(self, call: Call) -> bool:
+    def is_repeatable(self, call: DecidedCall) -> bool:
         """Whether a call may run twice: it changes no attribute, calls no hook of single modules, passes no cache."""
         ...
 
@@ -94,7 +94,7 @@ class GuardedCall:
     """One watched call of the root."""
 
     def __init__(
-        self, prover: Prover, call: Call, decision: Decision, passed: Passed, replaced: frozenset[str]
+        self, prover: Prover, call: DecidedCall, decision: Decision, passed: Passed, replaced: frozenset[str]
     ) -> None:
         """Watch a call.
 

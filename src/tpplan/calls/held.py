@@ -28,11 +28,21 @@ from tpplan.compat.hooks import hook_tables
 from tpplan.compat.modes import without_dispatch_modes, without_function_modes
 from tpplan.compat.modules import own_buffers, own_parameters
 from tpplan.compiler.ir.objects import without_checkpoint
+from tpplan.compiler.trace.left_state import hook_name
 from tpplan.compiler.trace.skeleton import transplanted
-from tpplan.compiler.trace.state import hook_name
-from tpplan.runtime.contents import MISSING, NOT_ATTRIBUTES
-from tpplan.runtime.writes import Watched, Writes
-from tpplan.state.content import NOTHING, Difference, Node, Reader, Value, difference, differing, is_constant, numbers
+from tpplan.runtime.modules.contents import MISSING, NOT_ATTRIBUTES
+from tpplan.runtime.modules.writes import Watched, Writes
+from tpplan.state.content import (
+    NOTHING,
+    ContentValue,
+    Difference,
+    Node,
+    Reader,
+    difference,
+    differing,
+    is_constant,
+    numbers,
+)
 from tpplan.state.flat import Flat, Values
 from tpplan.state.parts import PLAIN, UnseenError, functions_in, is_library, names_in, own_bases
 from tpplan.state.reads import ANYTHING, function_content, is_function, shown, space_of
@@ -272,7 +282,7 @@ class Held:
             if content is NOTHING and place not in self._first:
                 continue
             self._first.setdefault(place, NOTHING)
-            deep |= not isinstance(content, Value) or isinstance(self._now.get(place), Node)
+            deep |= not isinstance(content, ContentValue) or isinstance(self._now.get(place), Node)
             self._now[place] = content
         self._number(places)
         if deep:

@@ -35,7 +35,7 @@ Part = tuple[object, ...]
 _READ_OTHERWISE = frozenset((float, complex, slice))
 
 
-class Kind(NamedTuple):
+class CallKind(NamedTuple):
     """All of a call but its sizes.
 
     Attributes:
@@ -66,7 +66,7 @@ class CallKey(NamedTuple):
             how often it comes in a row.
     """
 
-    kind: Kind
+    kind: CallKind
     sizes: tuple[object, ...]
 
 
@@ -94,19 +94,19 @@ class KeyReader:
             arguments, keywords: the call.
             more: what else of it a capture sees, beyond its arguments: the state of the model first.
         """
-        seen = _Seen(torch.is_grad_enabled())
+        seen = _SeenKey(torch.is_grad_enabled())
         found: list[object] = [training, *more, torch.get_default_dtype(), *map(_autocast, self.devices)]
         found += self._read(arguments, keywords, seen)
         found.append(seen.aliases())
-        return CallKey(Kind((*_ambient(), *seen.devices), tuple(found)), seen.all_sizes())
+        return CallKey(CallKind((*_ambient(), *seen.devices), tuple(found)), seen.all_sizes())
 
     def sizes(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
         """All sizes of a call, in the order of its key: numbers, or symbols."""
-        seen = _Seen(False)
+        seen = _SeenKey(False)
         self._read(arguments, keywords, seen)
         return seen.every_size()
 
-    def _read(self, arguments: Sequence[Any], keywords: Mapping[str, Any], seen: _Seen) -> list[object]:
+    def _read(self, arguments: Sequence[Any], keywords: Mapping[str, Any], seen: _SeenKey) -> list[object]:
         read, left_out, names = seen.read, self._left_out, self.names
         found: list[object] = []
         for position, held in enumerate(arguments):
@@ -119,7 +119,7 @@ class KeyReader:
         return found
 
 
-class _Seen:
+class _SeenKey:
     """What a call's arguments show while they are read."""
 
     __slots__ = ("_again", "_lengths", "_open", "_recorded", "devices", "sizes", "tensors")
@@ -257,4 +257,4 @@ def _none_by_default(forward: Callable[..., Any]) -> frozenset[str]:
     return frozenset(name for name, parameter in parameters.items() if parameter.default is None)
 
 
-__all__ = ["CallKey", "KeyReader", "Kind", "ambient_state", "in_state", "state_of"]
+__all__ = ["CallKey", "CallKind", "KeyReader", "ambient_state", "in_state", "state_of"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tpplan.calls.key import CallKey, Kind, Part, in_state
+from tpplan.calls.key import CallKey, CallKind, Part, in_state
 from tpplan.calls.mixture import Mixture, signature
 from tpplan.calls.proofs import Proof
 from tpplan.calls.watch import Departure, Proved, departure
@@ -54,7 +54,7 @@ class Path:
         """
         return not self.sides or not self.drawn <= {TORCH}
 
-    def begin_again(self, proof: Proof, kind: Kind) -> None:
+    def begin_again(self, proof: Proof, kind: CallKind) -> None:
         """Have calls at new sizes watched, and the other sides of branches proved there, if there are any."""
         if self.sides:
             self.both = False
@@ -97,7 +97,7 @@ class Paths:
         """Know nothing of any call, as the model was changed."""
         self._paths.clear()
 
-    def note(self, kind: Kind, proof: Proof, compiled: Compiled) -> None:
+    def note(self, kind: CallKind, proof: Proof, compiled: Compiled) -> None:
         """Take the steps of calls of a kind that run by the program of `proof`."""
         path = self._paths.setdefault(kind.traced, Path())
         for streams in (compiled.streams, compiled.later):
@@ -117,13 +117,13 @@ class Paths:
             if kind in self._paths:
                 self._paths[in_state(kind, state)] = self._paths[kind]
 
-    def free(self, kind: Kind, branches: Iterable[Location]) -> None:
+    def free(self, kind: CallKind, branches: Iterable[Location]) -> None:
         """Let branches take either side, as one program was proved for both."""
         path = self.of(kind)
         path.free.update(branches)
         path.watched = path.watched and not path.free.issuperset(path.sides)
 
-    def of(self, kind: Kind) -> Path:
+    def of(self, kind: CallKind) -> Path:
         """What is known of a kind of call."""
         path = self._paths.get(kind.traced)
         if path is None:

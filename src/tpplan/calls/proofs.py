@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tpplan.calls.coverage import Coverage, FindCover, Leans, Sizes, Written
-from tpplan.calls.key import CallKey, Kind, Part, in_state, state_of
+from tpplan.calls.key import CallKey, CallKind, Part, in_state, state_of
 from tpplan.compiler.cover import Subject
 from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, Collective, Layout
 from tpplan.compiler.ir.program import (
@@ -25,7 +25,7 @@ from tpplan.compiler.ir.program import (
 from tpplan.compiler.pipeline import Compiled
 from tpplan.parity.tree import Path
 from tpplan.plan import Plan
-from tpplan.runtime.results import Results
+from tpplan.runtime.around.results import Results
 
 _ANY_BATCH = -1
 _MOST = 4096  # sizes of one kind of call that are remembered to be covered
@@ -43,7 +43,7 @@ class Proof:
 
     plan: Plan
     program: Program
-    met: set[Kind] = field(default_factory=set[Kind])
+    met: set[CallKind] = field(default_factory=set[CallKind])
     results: Results = field(default_factory=Results)
 
 

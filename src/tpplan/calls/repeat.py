@@ -54,7 +54,7 @@ class Repeats:
     def __init__(self, devices: Sequence[str]) -> None:
         """Know none; `devices` are the types whose autocast counts."""
         self._devices = tuple(devices)
-        self._forms: list[_Form] = []
+        self._forms: list[_RepeatForm] = []
 
     def forget(self) -> None:
         """Know nothing of any call."""
@@ -100,7 +100,7 @@ class Repeats:
         form.note(sizes, program, holds)
 
 
-class _Form:
+class _RepeatForm:
     """One form of a call."""
 
     def __init__(
@@ -154,12 +154,12 @@ class _Form:
         return self._read((*arguments, *keywords.values()))
 
 
-def _form(state: tuple[object, ...], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Form | None:
+def _form(state: tuple[object, ...], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _RepeatForm | None:
     """The form of a call; None if something in it isn't recognised so."""
     written = _Written()
     if not written.unpack("held", [*arguments, *keywords.values()], _DEPTH):
         return None
-    return _Form(state, (*keywords,), len(arguments), written.reader(), written.dims())
+    return _RepeatForm(state, (*keywords,), len(arguments), written.reader(), written.dims())
 
 
 class _Written:

@@ -1,6 +1,6 @@
 """Checkpoints: safetensors in, shards out, and back."""
 
-from tpplan.checkpoint.load import load_weights
+from tpplan.checkpoint.loading import load_weights
 from tpplan.checkpoint.save import save_weights
 
 __all__ = ["load_weights", "save_weights"]

@@ -52,7 +52,7 @@ class Words:
     apart: Callable[[Report, Report], Diagnostic]
 
 
-class Ranks:
+class AgreeingRanks:
     """The ranks that hold parts of one model."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh | None = None, words: Words | None = None) -> None:
@@ -153,4 +153,4 @@ def _other_checkpoints(one: Report, other: Report) -> Diagnostic:
 
 _LOADING = Words("loading", finding, CheckpointError, _other_checkpoints)
 
-__all__ = ["Ranks", "Report", "Words"]
+__all__ = ["AgreeingRanks", "Report", "Words"]

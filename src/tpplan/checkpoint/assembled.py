@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tpplan.checkpoint.header import Stored
-from tpplan.runtime.pieces import Box
+from tpplan.runtime.parameters.pieces import Box
 
 Region = tuple[int, ...]
 

@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from tpplan.compat.dtensors import local_of
 from tpplan.compat.placements import interleaving
-from tpplan.runtime.packed import PackedTensor
-from tpplan.runtime.pieces import Part, narrowed
-from tpplan.runtime.state import part_of
+from tpplan.runtime.parameters.packed_tensors import PackedTensor
+from tpplan.runtime.parameters.pieces import Part, narrowed
+from tpplan.runtime.parameters.whole_states import part_of
 
 
-class Block(NamedTuple):
+class ByteBlock(NamedTuple):
     """A box of a tensor; as a stretch of one, or as a rank's share of such a stretch.
 
     Attributes:
@@ -43,11 +43,11 @@ class Block(NamedTuple):
         return narrowed(tensor, self.start, self.sizes)
 
 
-class Piece(NamedTuple):
+class BlockPiece(NamedTuple):
     """What a rank holds of a block: where it lies in the block, and in the rank's part."""
 
-    in_block: Block
-    in_part: Block
+    in_block: ByteBlock
+    in_part: ByteBlock
 
 
 class Source(NamedTuple):
@@ -56,9 +56,9 @@ class Source(NamedTuple):
     rank: int
     part: Part
 
-    def pieces(self, block: Block) -> list[Piece]:
+    def pieces(self, block: ByteBlock) -> list[BlockPiece]:
         """What it is the first to hold of a block."""
-        found: list[Piece] = []
+        found: list[BlockPiece] = []
         for box in self.part.owned:
             sides = list(zip(block.start, block.sizes, box.start, box.sizes, strict=True))
             begin = tuple(max(first, start) for first, _, start, _ in sides)
@@ -67,28 +67,28 @@ class Source(NamedTuple):
             if all(size > 0 for size in sizes):
                 within = tuple(b - first for b, first in zip(begin, block.start, strict=True))
                 place = tuple(b - s + p for b, s, p in zip(begin, box.start, box.place, strict=True))
-                found.append(Piece(Block(within, sizes), Block(place, sizes)))
+                found.append(BlockPiece(ByteBlock(within, sizes), ByteBlock(place, sizes)))
         return found
 
 
-def blocks(shape: Sequence[int], limit: int) -> Iterator[Block]:
+def blocks(shape: Sequence[int], limit: int) -> Iterator[ByteBlock]:
     """Boxes of up to `limit` elements that follow each other in memory, over the whole tensor."""
     shape = tuple(shape)
     count = math.prod(shape)
     if not count:
         return
     if count <= limit or not shape:
-        yield Block((0,) * len(shape), shape)
+        yield ByteBlock((0,) * len(shape), shape)
         return
     row = count // shape[0]
     if row <= limit:
         rows, rest = limit // row, shape[1:]
         for first in range(0, shape[0], rows):
-            yield Block((first, *(0 for _ in rest)), (min(rows, shape[0] - first), *rest))
+            yield ByteBlock((first, *(0 for _ in rest)), (min(rows, shape[0] - first), *rest))
         return
     for first in range(shape[0]):
         for start, sizes in blocks(shape[1:], limit):
-            yield Block((first, *start), (1, *sizes))
+            yield ByteBlock((first, *start), (1, *sizes))
 
 
 def lies_in_parts(tensor: DTensor) -> bool:
@@ -125,4 +125,4 @@ def sources_of(tensor: DTensor, writer: int) -> tuple[Source, ...]:
     return tuple(Source(int(ranks[place]), part_of(tensor, place)) for place in itertools.product(*choices))
 
 
-__all__ = ["Block", "Piece", "Source", "blocks", "lies_in_parts", "sources_of"]
+__all__ = ["BlockPiece", "ByteBlock", "Source", "blocks", "lies_in_parts", "sources_of"]

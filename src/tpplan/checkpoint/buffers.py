@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tpplan.checkpoint.files import finding
 from tpplan.compat.modules import named_modules, own_buffers, own_parameters, transient_buffers
 from tpplan.plan import Diagnostic, Severity
-from tpplan.runtime.writes import WRITES
+from tpplan.runtime.modules.writes import WRITES
 
 
 @dataclass(frozen=True, slots=True)

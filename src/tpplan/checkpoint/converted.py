@@ -26,7 +26,7 @@ from tpplan.checkpoint.sketch import Sketch
 from tpplan.checkpoint.wanted import wanted_by
 from tpplan.compat.modules import named_modules
 from tpplan.plan import Diagnostic
-from tpplan.runtime.writes import stock_class
+from tpplan.runtime.modules.writes import stock_class
 
 _AGAIN = (
     "load the folder into the stock model by transformers once, and write it by `tpplan.save_weights(model, folder)`, "

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from tpplan.checkpoint.files import METADATA, CheckpointError, problem, unreadable
-from tpplan.checkpoint.header import Chunk, Stored, dtype_name
+from tpplan.checkpoint.header import Stored, StoredChunk, dtype_name
 from tpplan.checkpoint.meter import Meter
 
 _WRITTEN = {
@@ -112,7 +112,7 @@ def _metadata(path: Path, text: bytes) -> Metadata:
 
 
 def _stored(name: str, folder: Path, held: TensorStorageMetadata, places: Mapping[tuple[int, ...], Any]) -> Stored:
-    chunks: list[Chunk] = []
+    chunks: list[StoredChunk] = []
     for chunk in held.chunks:
         place = places.get(tuple(chunk.offsets))
         if place is None:
@@ -122,7 +122,9 @@ def _stored(name: str, folder: Path, held: TensorStorageMetadata, places: Mappin
             raise problem(f"`{folder}` names `{relative}`, which isn't in the folder", _AGAIN)
         if getattr(place, "transform_descriptors", None):
             raise problem(f"`{folder}` is compressed or encrypted", "load it with torch.distributed.checkpoint")
-        chunks.append(Chunk(folder / relative, place.offset, place.length, tuple(chunk.offsets), tuple(chunk.sizes)))
+        chunks.append(
+            StoredChunk(folder / relative, place.offset, place.length, tuple(chunk.offsets), tuple(chunk.sizes))
+        )
     shape, dtype = tuple(held.size), held.properties.dtype
     count = math.prod(shape) * dtype.itemsize
     return Stored(name, chunks[0].path if chunks else folder, dtype_name(dtype), shape, 0, count, tuple(chunks))
@@ -138,14 +140,14 @@ def _uncovered(stored: Stored) -> Iterator[str]:
         yield f"`{stored.name}` isn't there as a whole"
 
 
-def _is_within(chunk: Chunk, shape: tuple[int, ...]) -> bool:
+def _is_within(chunk: StoredChunk, shape: tuple[int, ...]) -> bool:
     if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
         return False
     ends = zip(chunk.offsets, chunk.sizes, shape, strict=True)
     return all(offset >= 0 and size >= 0 and offset + size <= length for offset, size, length in ends)
 
 
-def _overlap(chunks: list[Chunk]) -> bool:
+def _overlap(chunks: list[StoredChunk]) -> bool:
     """Whether two chunks have an element in common: their edges cut the tensor into cells, each of one chunk."""
     if len(chunks) < 2:
         return False
@@ -165,11 +167,11 @@ def _overlap(chunks: list[Chunk]) -> bool:
     return False
 
 
-def _dims(chunks: list[Chunk]) -> range:
+def _dims(chunks: list[StoredChunk]) -> range:
     return range(len(chunks[0].sizes))
 
 
-def read_chunk(chunk: Chunk, meter: Meter) -> Tensor:
+def read_chunk(chunk: StoredChunk, meter: Meter) -> Tensor:
     """The numbers of a chunk.
 
     Raises:

@@ -32,7 +32,7 @@ _NOTES = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class StoredChunk:
     """A part of a tensor that torch.distributed.checkpoint has saved by itself.
 
     Attributes:
@@ -67,7 +67,7 @@ class Stored:
     shape: tuple[int, ...]
     start: int
     bytes: int
-    chunks: tuple[Chunk, ...] = ()
+    chunks: tuple[StoredChunk, ...] = ()
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -209,4 +209,4 @@ def _no_safetensors(path: Path, reason: str, *more: str) -> CheckpointError:
     )
 
 
-__all__ = ["BITS", "Chunk", "Header", "Stored", "dtype_name", "read_header"]
+__all__ = ["BITS", "Header", "Stored", "StoredChunk", "dtype_name", "read_header"]

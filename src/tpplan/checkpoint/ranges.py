@@ -6,8 +6,8 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 
-from tpplan.checkpoint.header import Chunk
-from tpplan.runtime.pieces import Box
+from tpplan.checkpoint.header import StoredChunk
+from tpplan.runtime.parameters.pieces import Box
 
 
 def run_dim(box: Box, shape: tuple[int, ...]) -> int:
@@ -35,7 +35,7 @@ def elements(boxes: Iterable[Box]) -> int:
     return sum(math.prod(box.sizes) for box in boxes)
 
 
-def shared(box: Box, chunk: Chunk) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def shared(box: Box, chunk: StoredChunk) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Where in the whole what a box and a chunk share begins, and its sizes."""
     start = tuple(max(pair) for pair in zip(box.start, chunk.offsets, strict=True))
     box_end, chunk_end = (

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from tpplan.checkpoint.distributed import read_chunk
-from tpplan.checkpoint.header import Chunk, Stored
+from tpplan.checkpoint.header import Stored, StoredChunk
 from tpplan.checkpoint.meter import Meter
 from tpplan.checkpoint.ranges import run_length, runs, shared
-from tpplan.runtime.pieces import Box, narrowed
+from tpplan.runtime.parameters.pieces import Box, narrowed
 
 CHUNK = 4 * 1024**2
 SHORT = 32 * 1024
@@ -94,7 +94,7 @@ class Files:
                 finite &= self._copy(target, box.of_whole(whole.view(shape)), here)
         return finite
 
-    def _fill_from_chunks(self, part: Tensor, boxes: Sequence[Box], chunks: Iterable[Chunk], here: bool) -> bool:
+    def _fill_from_chunks(self, part: Tensor, boxes: Sequence[Box], chunks: Iterable[StoredChunk], here: bool) -> bool:
         """Copy what the boxes share with each chunk; those that share nothing aren't read."""
         finite = True
         for chunk in chunks:

@@ -13,14 +13,14 @@ from pathlib import Path
 from torch import nn
 
 from tpplan.checkpoint.commit import Stage, begin, commit, finish, place, recover
-from tpplan.checkpoint.configs import write_configs
-from tpplan.checkpoint.entries import File, entries_of, in_files
 from tpplan.checkpoint.files import INDEX, CheckpointError, problem
-from tpplan.checkpoint.ranks import Ranks
+from tpplan.checkpoint.saved_configs import write_configs
+from tpplan.checkpoint.saving_ranks import Ranks
+from tpplan.checkpoint.stored_tensors import File, entries_of, in_files
 from tpplan.checkpoint.stream import stream
 from tpplan.checkpoint.writer import FileWriter, write_file
-from tpplan.runtime.state import without_replicas
-from tpplan.runtime.wrapped import bare
+from tpplan.runtime.compiled.compiled_before import bare
+from tpplan.runtime.parameters.whole_states import without_replicas
 
 FILE_BYTES = 5 * 1024**3
 

@@ -8,7 +8,7 @@ from tpplan.checkpoint.assembled import Source, reads
 from tpplan.checkpoint.header import BITS, Stored
 from tpplan.checkpoint.ranges import elements, shared
 from tpplan.compiler.ir.program import ParameterPlacement, Program
-from tpplan.runtime.pieces import Box, part
+from tpplan.runtime.parameters.pieces import Box, part
 
 
 def bytes_by_rank(program: Program, tensors: Mapping[str, Source], buffers: Iterable[str]) -> dict[str, list[int]]:

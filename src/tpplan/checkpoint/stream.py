@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tpplan.checkpoint.blocks import Block, Piece, Source, blocks, lies_in_parts, sources_of
-from tpplan.checkpoint.entries import Entry, File
-from tpplan.checkpoint.ranks import Ranks
+from tpplan.checkpoint.blocks import BlockPiece, ByteBlock, Source, blocks, lies_in_parts, sources_of
+from tpplan.checkpoint.saving_ranks import Ranks
+from tpplan.checkpoint.stored_tensors import Entry, File
 from tpplan.checkpoint.writer import FileWriter
 from tpplan.compat.dtensors import local_of
 
@@ -43,7 +43,7 @@ class Turn:
     writer: int
     entry: Entry
     local: Tensor
-    block: Block
+    block: ByteBlock
     sources: tuple[Source, ...]
 
 
@@ -115,7 +115,7 @@ def _as_integers(tensor: Tensor) -> Tensor:
 def _exchanged(turns: Sequence[Turn], ranks: Ranks, outcome: Streamed) -> Tensor | None:
     """This rank's block of a round, in main memory; the other ranks get theirs."""
     posted: list[dist.P2POp] = []
-    arriving: list[tuple[Tensor, list[Piece]]] = []
+    arriving: list[tuple[Tensor, list[BlockPiece]]] = []
     block: Tensor | None = None
     for turn in turns:
         mine = turn.writer == ranks.rank
@@ -166,7 +166,7 @@ def _way(turn: Turn) -> torch.device:
     return turn.local.device if turn.local.device.type == kind else torch.device(kind)
 
 
-def _gathered(local: Tensor, pieces: list[Piece], count: int, way: torch.device, outcome: Streamed) -> Tensor:
+def _gathered(local: Tensor, pieces: list[BlockPiece], count: int, way: torch.device, outcome: Streamed) -> Tensor:
     """Pieces of this rank's part, one after the other. What can't be read is still sent, as something."""
     with outcome.going_on():
         flat = [piece.in_part.of(local).reshape(-1) for piece in pieces]

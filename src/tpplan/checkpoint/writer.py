@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.checkpoint.entries import File
+from tpplan.checkpoint.stored_tensors import File
 
 
 class FileWriter:

@@ -62,9 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tpplan.bench.page import write_page
-    from tpplan.bench.run import BenchmarkError
-    from tpplan.bench.run import run as run_benchmark
-    from tpplan.bench.tables import show
+    from tpplan.bench.result_tables import show
+    from tpplan.bench.running import BenchmarkError
+    from tpplan.bench.running import run as run_benchmark
 
     console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH, highlight=False)
     results: list[dict[str, Any]] = []
@@ -89,7 +89,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     if arguments.benchmarks != [_KERNELS] or arguments.json or arguments.docs or arguments.quick:
         raise UsageError("--tune goes with `kernels` alone: `tpplan bench kernels --tune`")
     from tpplan.bench.kernels_tune import text_of_thresholds, tune
-    from tpplan.bench.run import BenchmarkError
+    from tpplan.bench.running import BenchmarkError
 
     try:
         found, notes = tune(lambda text: print(text, file=sys.stderr, flush=True))

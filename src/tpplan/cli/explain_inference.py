@@ -20,9 +20,9 @@ _BATCH, _SEQUENCE = 1, 4096
 
 def show_inference(arguments: argparse.Namespace, plan: Plan) -> int:
     """Print the costs of inference as text or JSON; findings that keep the plan from compiling are raised."""
-    from tpplan.calls.inference import inference
+    from tpplan.calls.inference_cost import inference
     from tpplan.report.diagnostics import wants_color
-    from tpplan.report.inference import inference_json, render_inference
+    from tpplan.report.inference_tables import inference_json, render_inference
     from tpplan.report.quantities import encodable
     from tpplan.served import served
 

@@ -22,7 +22,7 @@ def show_premises(arguments: argparse.Namespace, plan: Plan) -> int:
     from tpplan.compiler.request import Request
     from tpplan.rehearsal.prove import prove
     from tpplan.report.diagnostics import wants_color
-    from tpplan.report.premises import render_premises
+    from tpplan.report.premise_table import render_premises
     from tpplan.report.quantities import encodable
     from tpplan.served import served
 

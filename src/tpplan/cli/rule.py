@@ -10,7 +10,7 @@ from tpplan.cli.exit_codes import CLEAN, UsageError
 
 if TYPE_CHECKING:
     from tpplan.cli.arguments import Subparsers
-    from tpplan.plan import Entry
+    from tpplan.plan import CatalogueEntry
 
 _EXAMPLES = """\
   tpplan rule TP012                     by code
@@ -53,9 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
     return CLEAN
 
 
-def _find(wanted: str) -> Entry:
+def _find(wanted: str) -> CatalogueEntry:
     from tpplan.plan import CATALOGUE
-    from tpplan.plan.suggest import did_you_mean
+    from tpplan.plan.nearest import did_you_mean
 
     if wanted.upper() in CATALOGUE:
         return CATALOGUE[wanted.upper()]

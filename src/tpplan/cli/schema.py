@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the schema."""
     import json
 
-    from tpplan.plan.schema import json_schema
+    from tpplan.plan.plan_keys import json_schema
 
     print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
     return CLEAN

@@ -89,6 +89,6 @@ def _print(report: ParityReport, chosen: str) -> None:
         print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
         return
     from tpplan.report.diagnostics import wants_color
-    from tpplan.report.parity import render_parity
+    from tpplan.report.parity_tables import render_parity
 
     print(render_parity(report, width=terminal_width(40), color=wants_color(sys.stdout)))

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from tpplan.compat.symbols import SYMBOLIC, SizeSymbols, as_python, balanced, expression_of, given_expression, hint_of
 from tpplan.compiler.check import local_run
-from tpplan.compiler.check.compare import CheckInput, Mismatch
+from tpplan.compiler.check.same_steps import CheckInput, Mismatch
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.objects import note_alike
 from tpplan.compiler.ir.program import LocalAttribute

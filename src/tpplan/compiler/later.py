@@ -18,10 +18,10 @@ from tpplan.compiler.ir.program import ModuleProgram, Program
 from tpplan.compiler.ir.pytree import tensors_in
 from tpplan.compiler.ir.trace import Trace, quoted
 from tpplan.compiler.trace.capture import Capture, record
+from tpplan.compiler.trace.left_state import Slot, slots_of
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.sequel import without_records
 from tpplan.compiler.trace.skeleton import make_skeleton
-from tpplan.compiler.trace.state import Slot, slots_of
 from tpplan.compiler.trace.surroundings import Space, Surroundings
 from tpplan.plan import CompileError, Diagnostic
 

@@ -20,27 +20,26 @@ from tpplan.compat.modes import without_inference_kernels
 from tpplan.compat.modules import named_modules
 from tpplan.compiler.bind.bind import Binding, bind_parameters, bind_rules, once, unlike_layers
 from tpplan.compiler.bind.expert_groups import pack_in_groups
-from tpplan.compiler.bind.experts import share_out
 from tpplan.compiler.bind.lookers import lookers, not_looked_up
 from tpplan.compiler.bind.named_attributes import named_attributes
+from tpplan.compiler.bind.whole_experts import share_out
 from tpplan.compiler.bind.wrappers import Members, bases_among, unwrap
 from tpplan.compiler.check.attribute_reads import attributes_read
-from tpplan.compiler.check.declared import Trial, try_rules, unused_rules
-from tpplan.compiler.check.experts import prove_experts
-from tpplan.compiler.check.recurrent import prove_recurrent
+from tpplan.compiler.check.recurrent_proofs import prove_recurrent
+from tpplan.compiler.check.shared_experts import prove_experts
+from tpplan.compiler.check.tried_rules import Trial, try_rules, unused_rules
 from tpplan.compiler.cover import Subject
 from tpplan.compiler.dump import Dump
 from tpplan.compiler.emit.digest import Digest, digest_of
-from tpplan.compiler.emit.emit import emit
+from tpplan.compiler.emit.program_of import emit
 from tpplan.compiler.emit.substitute import substitute
 from tpplan.compiler.emit.unused_kernels import unused_kernels
 from tpplan.compiler.explain.bounded import bounded
-from tpplan.compiler.explain.captures import of_capture
+from tpplan.compiler.explain.failed_captures import of_capture
 from tpplan.compiler.explain.ineffective import ineffective_rules
 from tpplan.compiler.explain.neighbours import Neighbours
 from tpplan.compiler.explain.uncovered import uncovered_finding
 from tpplan.compiler.explain.warnings import exchanges, warnings_for
-from tpplan.compiler.inside import split_inside
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.facts import Facts
 from tpplan.compiler.ir.layout import Features
@@ -57,6 +56,7 @@ from tpplan.compiler.request import Request
 from tpplan.compiler.rewrite.lemmas import justify
 from tpplan.compiler.rules.propagate import Propagator
 from tpplan.compiler.search import UnplacedError, search
+from tpplan.compiler.split_inside import split_inside
 from tpplan.compiler.trace.capture import BodyError, Capture, without_collection
 from tpplan.compiler.trace.preconditions import unfit_findings, unseen_findings
 from tpplan.compiler.trace.unread import are_read_for_nobody, with_unread

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tpplan.compiler.bind.bind import Binding
-from tpplan.compiler.check.compare import CheckInput
+from tpplan.compiler.check.same_steps import CheckInput
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import Features, Layout
 from tpplan.compiler.ir.program import LocalAttribute

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from tpplan.compiler.bind.bind import Binding, Bound, bind, bind_rules, stored_tensors
-from tpplan.compiler.bind.computed import Computed, layer_of
+from tpplan.compiler.bind.computed_weights import Computed, layer_of
 from tpplan.compiler.bind.in_bodies import computed_by_layers, members_of
 from tpplan.compiler.bind.linear import Addend, LinearForm, Product, linear_form
 from tpplan.compiler.bind.lookers import BareTable, bare_tables
@@ -22,7 +22,7 @@ from tpplan.compiler.bind.products import derived, find_buffer_use, find_use
 from tpplan.compiler.bind.readers import Readers, Taken
 from tpplan.compiler.bind.regions import build_regions
 from tpplan.compiler.bind.wrappers import unwrap
-from tpplan.compiler.explain.captures import of_capture
+from tpplan.compiler.explain.failed_captures import of_capture
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import Features, Layout, Pack
 from tpplan.compiler.ir.region import Instance, OperationNode, Region
@@ -32,13 +32,13 @@ from tpplan.compiler.rules.convolution import GROUPS, weight_layout
 from tpplan.compiler.rules.propagate import Outcome, Refusal
 from tpplan.compiler.rules.propagate import Propagator as Rules
 from tpplan.compiler.trace.branches import CaptureSettings
-from tpplan.compiler.trace.captures import Captures
 from tpplan.compiler.trace.preconditions import unfit_findings
+from tpplan.compiler.trace.remembered import Captures
 from tpplan.compiler.trace.unread import with_unread
 from tpplan.ops.registry import is_entrywise
 from tpplan.plan import CompileError, Diagnostic, Plan, Rule, Severity, Style
 from tpplan.plan.pattern import Pattern
-from tpplan.plan.rules import Pack as NamedPack
+from tpplan.plan.rules import NamedPack as NamedPack
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 from tpplan.compat.modules import named_modules
 from tpplan.compiler.check import local_run
-from tpplan.compiler.check.compare import CheckInput, Mismatch, Shown
-from tpplan.compiler.check.localise import (
+from tpplan.compiler.check.lessons import (
     equal_modules,
     propose_attributes,
     read_sizes,
@@ -21,8 +20,9 @@ from tpplan.compiler.check.localise import (
     split_values,
     splits_parameters,
 )
+from tpplan.compiler.check.same_steps import CheckInput, Mismatch, Shown
 from tpplan.compiler.explain import failures
-from tpplan.compiler.explain.computed import of_computed
+from tpplan.compiler.explain.computed_steps import of_computed
 from tpplan.compiler.ir.layout import REPLICATED
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.trace import ForeignBackward, Frame
@@ -125,7 +125,7 @@ def _localised(problem: Problem, subject: CheckInput, learned: Learned, mismatch
 
 
 @dataclass(frozen=True, slots=True)
-class _Trial:
+class _RefinedTrial:
     """Attributes, what the check then finds, and whether the body that they are for passes it."""
 
     attributes: Attributes
@@ -135,12 +135,12 @@ class _Trial:
 
 def _try_attributes(
     problem: Problem, subject: CheckInput, learned: Learned, mismatch: Mismatch, trials: Iterator[int]
-) -> _Trial | None:
+) -> _RefinedTrial | None:
     """The first attributes with which the body passes; else the first that get past the mismatch.
 
     Some get past it and then lead nowhere: a wrong factor of the right product.
     """
-    first: _Trial | None = None
+    first: _RefinedTrial | None = None
     place = mismatch.when[:-1]
     for proposal in propose_attributes(subject, mismatch, learned.attributes, problem.read):
         if next(trials, None) is None:
@@ -150,16 +150,16 @@ def _try_attributes(
         if after is not None and after.when <= mismatch.when:
             continue
         if after is None or after.when[: len(place)] != place:
-            return _Trial(proposal, after, True)
+            return _RefinedTrial(proposal, after, True)
         if after.frame is mismatch.frame:
             further = _try_attributes(problem, subject, proposed, after, trials)
             if further is not None and further.passes:
                 return further
-        first = first or _Trial(proposal, after, False)
+        first = first or _RefinedTrial(proposal, after, False)
     return first
 
 
-def _needed(subject: CheckInput, learned: Learned, mismatch: Mismatch, trial: _Trial) -> Attributes:
+def _needed(subject: CheckInput, learned: Learned, mismatch: Mismatch, trial: _RefinedTrial) -> Attributes:
     """The proposal without attributes that make no difference: their number is the same by chance alone.
 
     The example doesn't read those, but another call might.

@@ -17,7 +17,7 @@ from tpplan.compiler.bind.wrappers import Members
 from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.trace import Location, Path
 from tpplan.compiler.trace.branches import CaptureSettings
-from tpplan.compiler.trace.captures import Captures
+from tpplan.compiler.trace.remembered import Captures
 from tpplan.plan import Plan
 
 

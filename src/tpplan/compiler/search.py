@@ -14,15 +14,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tpplan.compat.modules import named_modules
-from tpplan.compiler.bind.recurrent import is_recurrent
+from tpplan.compiler.bind.recurrent_layers import is_recurrent
 from tpplan.compiler.bind.regions import RegionTable, build_regions
 from tpplan.compiler.bind.wrappers import Members
 from tpplan.compiler.check import local_run
-from tpplan.compiler.check.compare import Mismatch
+from tpplan.compiler.check.same_steps import Mismatch
 from tpplan.compiler.dump import Dump
 from tpplan.compiler.explain import failures
 from tpplan.compiler.explain.bounded import bounded
-from tpplan.compiler.explain.computed import of_computed
+from tpplan.compiler.explain.computed_steps import of_computed
 from tpplan.compiler.explain.warnings import gathered_columns
 from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS
 from tpplan.compiler.ir.layout import REPLICATED

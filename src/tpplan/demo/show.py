@@ -11,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from tpplan.cost.program import module_traffic
-from tpplan.demo.compare import TOLERANCE, Comparison, Run
+from tpplan.cost.traffic import module_traffic
+from tpplan.demo.comparison import TOLERANCE, Comparison, DemoRun
 from tpplan.demo.embedding import MODEL_NAME
 from tpplan.demo.sentences import SENTENCES, TOPICS
 from tpplan.report.grid import TOTAL_STYLE, new_table
-from tpplan.report.program import to_text
+from tpplan.report.program_page import to_text
 from tpplan.report.quantities import NOTHING, bytes_text
 
 
@@ -86,7 +86,7 @@ def _run_table(found: Comparison) -> Table:
     return table
 
 
-def _collectives(run: Run) -> Text:
+def _collectives(run: DemoRun) -> Text:
     if run.counted == run.predicted:
         return Text(_counts(run.counted))
     return Text(f"{_counts(run.counted)}\npredicted: {_counts(run.predicted)}", style="bold red")

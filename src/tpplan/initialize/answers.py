@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from tpplan.compat.modes import without_dispatch_modes, without_function_modes
 from tpplan.compiler.trace.recorder import Recorder as Capture
+from tpplan.initialize.construction_recorder import ConstructionRecorder
 from tpplan.initialize.findings import UNKNOWN, problem
-from tpplan.initialize.recorder import Recorder
 
 _META = torch.device("meta")
 _FLAGS: dict[Any, str] = {getattr(Tensor, f"is_{kind}").__get__: kind for kind in ("cuda", "cpu", "meta", "xpu", "mps")}
@@ -33,7 +33,7 @@ class Answers(TorchFunctionMode):
     `torch.nn.init` asks as well: it leaves tensors on `meta` as they are.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: ConstructionRecorder) -> None:
         """Answer what `recorder` knows."""
         super().__init__()
         self._recorder = recorder

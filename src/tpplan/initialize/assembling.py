@@ -70,7 +70,7 @@ def _why_not(constructor: Any, children: frozenset[str], assigned: set[str]) -> 
         return unread
     if not isinstance(tree, ast.FunctionDef):
         return unread
-    reader = _Reader(constructor, tree, children, assigned)
+    reader = _InitialReader(constructor, tree, children, assigned)
     for statement in tree.body:
         reader.visit(statement)
     if reader.reason is None:
@@ -79,7 +79,7 @@ def _why_not(constructor: Any, children: frozenset[str], assigned: set[str]) -> 
     return f"its `__init__` {text}, in line {constructor.__code__.co_firstlineno + line - 1}"
 
 
-class _Reader(ast.NodeVisitor):
+class _InitialReader(ast.NodeVisitor):
     """Walks through a constructor, and keeps the first thing that isn't allowed.
 
     Attributes:

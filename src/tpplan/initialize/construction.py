@@ -13,13 +13,13 @@ from torch import Generator, Tensor, nn
 
 from tpplan.compat.modules import named_modules, own_buffers, own_parameters
 from tpplan.initialize.answers import Answers
+from tpplan.initialize.construction_recorder import ConstructionRecorder
 from tpplan.initialize.executor import mapped
-from tpplan.initialize.record import Operation, Storage, View
-from tpplan.initialize.recorder import Recorder
+from tpplan.initialize.record import InitialOperation, Storage, View
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ConstructionSource:
     """A generator that was drawn from.
 
     Attributes:
@@ -47,9 +47,9 @@ class Construction:
         written: the storages that have numbers.
     """
 
-    operations: Sequence[Operation]
+    operations: Sequence[InitialOperation]
     storages: Sequence[Storage]
-    sources: tuple[Source, ...]
+    sources: tuple[ConstructionSource, ...]
     tensors: Mapping[str, View]
     ties: Mapping[str, str]
     registered: frozenset[str]
@@ -84,7 +84,7 @@ def recorded(make: Callable[[], nn.Module], device: torch.device, dtype: torch.d
         dtype: torch's default while it is made; None for what that is.
     """
     before = torch.get_default_dtype()
-    recorder = Recorder(device)
+    recorder = ConstructionRecorder(device)
     try:
         with ExitStack() as contexts:
             contexts.enter_context(device)
@@ -93,7 +93,9 @@ def recorded(make: Callable[[], nn.Module], device: torch.device, dtype: torch.d
             if dtype is not None:
                 torch.set_default_dtype(dtype)
             model = make()
-        sources = tuple(Source(clock.generator, clock.start, clock.fresh, clock.jumped()) for clock in recorder.clocks)
+        sources = tuple(
+            ConstructionSource(clock.generator, clock.start, clock.fresh, clock.jumped()) for clock in recorder.clocks
+        )
         named = list(named_tensors(model))
         tensors = {name: recorder.view(tensor.detach()) for name, tensor in named}
     finally:
@@ -127,11 +129,11 @@ def _anywhere(item: object) -> object:
     return item.type if isinstance(item, torch.device) else item
 
 
-def _shown(operation: Operation) -> str:
+def _shown(operation: InitialOperation) -> str:
     draw = operation.draw
     if draw is None or not isinstance(draw.jump, Tensor):
         return f"{operation.outputs} {draw}"
     return f"{operation.outputs} {draw.stream} {draw.position} {_bytes(draw.jump).hex()}"
 
 
-__all__ = ["Construction", "Source", "named_tensors", "recorded"]
+__all__ = ["Construction", "ConstructionSource", "named_tensors", "recorded"]

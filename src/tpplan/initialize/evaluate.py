@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tpplan.initialize.executor import Executor, Tape
-from tpplan.initialize.record import Operation, Storage, View
+from tpplan.initialize.record import InitialOperation, Storage, View
 from tpplan.initialize.schedule import Schedule, schedule
 from tpplan.initialize.streams import Clock
 
@@ -24,7 +24,9 @@ class Evaluator:
     the states of generators after each answer.
     """
 
-    def __init__(self, operations: Sequence[Operation], storages: Sequence[Storage], clocks: Sequence[Clock]) -> None:
+    def __init__(
+        self, operations: Sequence[InitialOperation], storages: Sequence[Storage], clocks: Sequence[Clock]
+    ) -> None:
         """Look at a record that grows."""
         self._operations = operations
         self._storages = storages

@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from tpplan.initialize.findings import cannot
-from tpplan.initialize.record import Draw, Operation, Storage, Stream, View
+from tpplan.initialize.record import Draw, InitialOperation, RandomStream, Storage, View
 
 
 def mapped(held: Any, change: Callable[[Any], Any]) -> Any:
@@ -80,7 +80,7 @@ class Executor:
             self._allocate(view.storage, zeros=True)
         return over(self.held[view.storage], view)
 
-    def run(self, operation: Operation) -> None:
+    def run(self, operation: InitialOperation) -> None:
         """Run one operation."""
         for storage in operation.whole:
             if storage not in self.held and not _is_new(operation, storage):
@@ -107,7 +107,7 @@ class Executor:
     def _real(self, item: Any) -> Any:
         if isinstance(item, View):
             return self.tensor(item)
-        return self._tapes[item.number].generator if isinstance(item, Stream) else item
+        return self._tapes[item.number].generator if isinstance(item, RandomStream) else item
 
     def _keep(self, view: View, result: Tensor) -> None:
         """Take a new result for its storage; one that lies otherwise than it did on `meta` is copied."""
@@ -138,7 +138,7 @@ def listed(results: Any) -> list[Any]:
     return [results]
 
 
-def _is_new(operation: Operation, storage: int) -> bool:
+def _is_new(operation: InitialOperation, storage: int) -> bool:
     return any(view is not None and view.storage == storage for view in operation.outputs)
 
 

@@ -12,16 +12,16 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from tpplan.checkpoint.agreed import Ranks, Report, Words
+from tpplan.checkpoint.agreed import AgreeingRanks, Report, Words
 from tpplan.compat.dtensors import local_of
 from tpplan.compat.dynamo import uncompiled
 from tpplan.initialize.construction import Construction
+from tpplan.initialize.construction_replay import replay
 from tpplan.initialize.findings import APART, UNKNOWN, InitializationError, finding
 from tpplan.initialize.recipe import construction_of
-from tpplan.initialize.replay import replay
 from tpplan.initialize.targets import Target, misfits, targets_of
 from tpplan.plan import Diagnostic
-from tpplan.runtime.distribute import device_of_mesh
+from tpplan.runtime.parameters.distribute import device_of_mesh
 
 
 def init_weights(
@@ -59,7 +59,7 @@ def init_weights(
             ranks would not initialise alike. The same on all ranks, and no model has changed.
     """
     bare = uncompiled(model)
-    ranks = Ranks(bare, words=_WORDS)
+    ranks = AgreeingRanks(bare, words=_WORDS)
     own = device_of_mesh(ranks.meshes[0]) if ranks.meshes else torch.device("cpu")
     stock: Construction | None = None
     targets: list[Target] = []

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from tpplan.initialize.construction import Construction, recorded
 from tpplan.initialize.findings import BUILD, UNKNOWN, problem
 from tpplan.initialize.resets import reset_twin, unknown_modules
-from tpplan.runtime.writes import Watched
+from tpplan.runtime.modules.writes import Watched
 
 
 def construction_of(model: nn.Module, build: Callable[[], nn.Module] | None, device: torch.device) -> Construction:

@@ -34,7 +34,7 @@ class View(NamedTuple):
     conjugate: bool
 
 
-class Stream(NamedTuple):
+class RandomStream(NamedTuple):
     """Stands for a generator in an operation's arguments."""
 
     number: int
@@ -56,12 +56,12 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Operation:
+class InitialOperation:
     """One call of an operator.
 
     Attributes:
         function: the operator.
-        args, kwargs: its arguments, with `View` for tensors and `Stream` for generators.
+        args, kwargs: its arguments, with `View` for tensors and `RandomStream` for generators.
         outputs: its results; None for those that are no tensors or share memory with what was there before.
         reads: the storages whose numbers it depends on.
         writes: those that it writes to, its new results among them.
@@ -99,4 +99,4 @@ class Storage:
         return self.stand_in.untyped_storage().nbytes()
 
 
-__all__ = ["Draw", "Operation", "Storage", "Stream", "View"]
+__all__ = ["Draw", "InitialOperation", "RandomStream", "Storage", "View"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tpplan.compat.modules import named_modules, own_buffers, own_modules, own_parameters
 from tpplan.initialize.assembling import why_not_plain
 from tpplan.initialize.findings import BUILD, UNKNOWN, InitializationError, finding
-from tpplan.runtime.writes import WRITES
+from tpplan.runtime.modules.writes import WRITES
 
 # Torch's own with children that are no more than their children, or reset themselves after them. Not among them are
 # `nn.Transformer`, which resets all of its matrices again, and the stacks of its layers, which are copies of one layer.

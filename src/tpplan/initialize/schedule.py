@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from tpplan.initialize.record import Operation
+from tpplan.initialize.record import InitialOperation
 
 
-class Step(NamedTuple):
+class InitialStep(NamedTuple):
     """What to do at an operation.
 
     Attributes:
@@ -36,12 +36,12 @@ class Schedule(NamedTuple):
         useful: storages that are written for their numbers, not only to draw.
     """
 
-    steps: list[Step]
+    steps: list[InitialStep]
     useful: set[int]
 
 
 def schedule(
-    operations: Sequence[Operation],
+    operations: Sequence[InitialOperation],
     wanted: Mapping[int, Collection[int]],
     drawn: Collection[int],
     known: Mapping[int, int],
@@ -54,7 +54,7 @@ def schedule(
         drawn: the places of operations that must run for what they draw.
         known: storages of which one version is known, with the operation that has written it.
     """
-    steps: list[Step] = []
+    steps: list[InitialStep] = []
     useful: set[int] = set()
     live: set[int] = set()
     places = [*wanted, *drawn]
@@ -77,9 +77,9 @@ def schedule(
             live |= operation.reads
         if runs or loads or ends:
             frees = touched if runs else touched.intersection(ends)
-            steps.append(Step(index, runs, tuple(loads), tuple(sorted(frees))))
+            steps.append(InitialStep(index, runs, tuple(loads), tuple(sorted(frees))))
     steps.reverse()
     return Schedule(steps, useful)
 
 
-__all__ = ["Schedule", "Step", "schedule"]
+__all__ = ["InitialStep", "Schedule", "schedule"]

@@ -14,8 +14,8 @@ from tpplan.compat.modules import named_modules, own_buffers, own_parameters
 from tpplan.initialize.construction import Construction
 from tpplan.initialize.findings import OTHER, UNKNOWN, finding
 from tpplan.plan import Diagnostic, Severity
-from tpplan.runtime.distribute import device_of_mesh
-from tpplan.runtime.state import part_of
+from tpplan.runtime.parameters.distribute import device_of_mesh
+from tpplan.runtime.parameters.whole_states import part_of
 
 
 @dataclass(slots=True)

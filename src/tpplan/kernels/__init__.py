@@ -8,7 +8,7 @@ operators, so that torch.compile, torch.export and DTensor know them.
 from tpplan.kernels.activations import bias_gelu, geglu, gelu, swiglu
 from tpplan.kernels.backend import Backend, available, choose
 from tpplan.kernels.cross_entropy import cross_entropy
-from tpplan.kernels.errors import KernelArgumentError
+from tpplan.kernels.kernel_errors import KernelArgumentError
 from tpplan.kernels.norms import layer_norm, rms_norm
 from tpplan.kernels.residual_norms import residual_layer_norm, residual_rms_norm
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tpplan.kernels.activation_ops import BIAS_GELU, GATED, GELU
-from tpplan.kernels.arguments import check_approximate, check_bias, check_floating, check_same_shape
+from tpplan.kernels.argument_checks import check_approximate, check_bias, check_floating, check_same_shape
 from tpplan.kernels.backend import Choice, takes_kernel
 
 Approximate = Literal["none", "tanh"]

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tpplan.kernels.errors import KernelArgumentError
+from tpplan.kernels.kernel_errors import KernelArgumentError
 from tpplan.kernels.thresholds import KERNELS, Kernel, elements_text, minimum_elements, origin
 
 Choice = Literal["auto", "triton", "torch"]

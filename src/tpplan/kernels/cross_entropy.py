@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tpplan.kernels.backend import Choice, takes_kernel
 from tpplan.kernels.cross_entropy_ops import PARTS
-from tpplan.kernels.errors import KernelArgumentError
+from tpplan.kernels.kernel_errors import KernelArgumentError
 
 Reduction = Literal["mean", "sum", "none"]
 

@@ -33,7 +33,7 @@ class Kind:
         replaces: what it takes the place of, in words.
         guesses: its functions, by the names of their thresholds, and from how many elements on each is guessed to pay.
         launch: the function's call, of a use and the tensors; None for the loss, of which the rows of a rank are
-            computed (`runtime/class_rows.py`).
+            computed (`runtime/classes/class_rows.py`).
         joins: whether it takes a bias or a sum from the body around, which may turn out not to be there.
         asked: whether it is taken only where a plan says `triton`.
         function: which of the functions a use takes; None if there is one.

@@ -28,7 +28,7 @@ VARIABLE = "TPPLAN_KERNEL_THRESHOLDS"
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class MeasuredSetting:
     """What thresholds depend on: the device's name, and the versions of torch and triton."""
 
     device: str
@@ -46,20 +46,20 @@ class Measured:
         elements: for each kernel and case, from how many elements on the kernel is faster; None if it never is.
     """
 
-    setting: Setting
+    setting: MeasuredSetting
     date: str
     elements: Mapping[str, Mapping[str, int | None]]
 
 
-def setting_of(device: int | None) -> Setting | None:
+def setting_of(device: int | None) -> MeasuredSetting | None:
     """The setting of a GPU of this process, None for the current one; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     triton = getattr(importlib.import_module("triton"), "__version__", "unknown")
-    return Setting(torch.cuda.get_device_name(device), str(torch.__version__), triton)
+    return MeasuredSetting(torch.cuda.get_device_name(device), str(torch.__version__), triton)
 
 
-def file_of(setting: Setting) -> Path:
+def file_of(setting: MeasuredSetting) -> Path:
     """Where the thresholds of a setting are kept."""
     named = os.environ.get(VARIABLE)
     if named:
@@ -106,7 +106,7 @@ def measured_on(device: int | None, kernels: Sequence[str], cases: Sequence[str]
         return None
 
 
-def _checked(values: Any, setting: Setting, kernels: Sequence[str], cases: Sequence[str]) -> Measured:
+def _checked(values: Any, setting: MeasuredSetting, kernels: Sequence[str], cases: Sequence[str]) -> Measured:
     """Raises `ValueError` unless it is what `write_measured` writes, for this setting."""
     if not isinstance(values, dict) or not isinstance(values.get("elements"), dict):  # pyright: ignore
         raise ValueError("it holds no thresholds")
@@ -127,4 +127,4 @@ def _is_size(value: object) -> bool:
     return value is None or (type(value) is int and value >= 0)
 
 
-__all__ = ["VARIABLE", "Measured", "Setting", "file_of", "measured_on", "setting_of", "write_measured"]
+__all__ = ["VARIABLE", "Measured", "MeasuredSetting", "file_of", "measured_on", "setting_of", "write_measured"]

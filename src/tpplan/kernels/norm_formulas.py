@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class NormFormula:
     """Which norm.
 
     Attributes:
@@ -31,7 +31,12 @@ class Norm:
 
 
 def forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, norm: Norm, dtype: torch.dtype
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: NormFormula,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Normalize `s = x + residual`, which is rounded first: y = (s - μ)·r·(offset + w) + b.
 
@@ -65,7 +70,13 @@ def forward(
 
 
 def backward(
-    dy: Tensor, dsum: Tensor | None, s: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor, norm: Norm
+    dy: Tensor,
+    dsum: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    norm: NormFormula,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of s, of the weight and of the bias.
 

@@ -16,12 +16,17 @@ from tpplan.kernels.launch import (
     row_tile,
     triton_dtype,
 )
-from tpplan.kernels.norm_formulas import Norm
+from tpplan.kernels.norm_formulas import NormFormula
 from tpplan.kernels.rows import as_rows, row_shape
 
 
 def forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, norm: Norm, dtype: torch.dtype
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: NormFormula,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """As `norm_formulas.forward`, on a GPU or interpreted."""
     from tpplan.kernels.norm_forward_kernel import norm_forward_kernel, norm_forward_looped_kernel
@@ -70,7 +75,7 @@ def backward(
     weight: Tensor | None,
     mean: Tensor | None,
     rstd: Tensor,
-    norm: Norm,
+    norm: NormFormula,
     sums: int,
 ) -> tuple[Tensor, Tensor | None]:
     """The gradient of s as in `norm_formulas.backward`, and the programs' shares of those of weight and bias.

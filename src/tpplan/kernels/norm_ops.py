@@ -8,13 +8,18 @@ from torch import Tensor
 from tpplan.kernels import norm_formulas, norm_launch
 from tpplan.kernels.backend import runs_kernels
 from tpplan.kernels.column_sum import sum_shares
-from tpplan.kernels.norm_formulas import Norm
+from tpplan.kernels.norm_formulas import NormFormula
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def _forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, norm: Norm, dtype: torch.dtype
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: NormFormula,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     run = norm_launch.forward if runs_kernels(x) else norm_formulas.forward
     return run(x, residual, weight, bias, norm, dtype)
@@ -24,7 +29,7 @@ def layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """`tpplan::layer_norm`: y, μ, r."""
-    y, _, mean, rstd = _forward(x, None, weight, bias, Norm(dims, True, eps), dtype)
+    y, _, mean, rstd = _forward(x, None, weight, bias, NormFormula(dims, True, eps), dtype)
     return y, mean, rstd
 
 
@@ -32,14 +37,14 @@ def residual_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """`tpplan::residual_layer_norm`: y, s, μ, r."""
-    return _forward(x, residual, weight, bias, Norm(dims, True, eps), dtype)
+    return _forward(x, residual, weight, bias, NormFormula(dims, True, eps), dtype)
 
 
 def rms_norm(
     x: Tensor, weight: Tensor | None, dims: int, eps: float, offset: float, round_first: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """`tpplan::rms_norm`: y, r."""
-    y, _, _, rstd = _forward(x, None, weight, None, Norm(dims, False, eps, offset, round_first), dtype)
+    y, _, _, rstd = _forward(x, None, weight, None, NormFormula(dims, False, eps, offset, round_first), dtype)
     return y, rstd
 
 
@@ -54,7 +59,7 @@ def residual_rms_norm(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`tpplan::residual_rms_norm`: y, s, r."""
-    y, s, _, rstd = _forward(x, residual, weight, None, Norm(dims, False, eps, offset, round_first), dtype)
+    y, s, _, rstd = _forward(x, residual, weight, None, NormFormula(dims, False, eps, offset, round_first), dtype)
     return y, s, rstd
 
 
@@ -65,7 +70,7 @@ def _backward(
     mean: Tensor | None,
     rstd: Tensor,
     dsum: Tensor | None,
-    norm: Norm,
+    norm: NormFormula,
     weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
 ) -> Gradients:
@@ -101,7 +106,7 @@ def layer_norm_backward(
     bias_dtype: torch.dtype | None,
 ) -> Gradients:
     """`tpplan::layer_norm_backward`: ds, dw, db; those without a dtype are empty."""
-    return _backward(dy, s, weight, mean, rstd, dsum, Norm(dims, True), weight_dtype, bias_dtype)
+    return _backward(dy, s, weight, mean, rstd, dsum, NormFormula(dims, True), weight_dtype, bias_dtype)
 
 
 def rms_norm_backward(
@@ -116,6 +121,6 @@ def rms_norm_backward(
     weight_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """`tpplan::rms_norm_backward`: ds, dw; dw is empty without a dtype."""
-    norm = Norm(dims, False, offset=offset, round_first=round_first)
+    norm = NormFormula(dims, False, offset=offset, round_first=round_first)
     ds, dweight, _ = _backward(dy, s, weight, None, rstd, dsum, norm, weight_dtype, None)
     return ds, dweight

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tpplan.kernels.arguments import autocast_dtype, check_floating, check_normalized
+from tpplan.kernels.argument_checks import autocast_dtype, check_floating, check_normalized
 from tpplan.kernels.backend import Choice, takes_kernel
-from tpplan.kernels.errors import KernelArgumentError
+from tpplan.kernels.kernel_errors import KernelArgumentError
 from tpplan.kernels.norm_register import OPERATORS
 
 Cast = Literal["before", "after"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tpplan.kernels.arguments import autocast_dtype, check_floating, check_normalized, check_same_shape
+from tpplan.kernels.argument_checks import autocast_dtype, check_floating, check_normalized, check_same_shape
 from tpplan.kernels.backend import Choice, takes_kernel
 from tpplan.kernels.norm_register import OPERATORS
 from tpplan.kernels.norms import Cast, check_rms, layer_norm, rms_dtype, rms_eps, rms_norm

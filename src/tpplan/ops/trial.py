@@ -53,7 +53,7 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TrialCall:
     """A call of an operator, to be made again.
 
     Attributes:
@@ -72,7 +72,7 @@ class Call:
     counts: Mapping[str, int]
 
 
-def tried(rule: OperatorRule, call: Call, device: torch.device, ranks: int) -> str:
+def tried(rule: OperatorRule, call: TrialCall, device: torch.device, ranks: int) -> str:
     """Try every claim of a rule; why that can't be done, or "" if all hold.
 
     Args:
@@ -88,7 +88,7 @@ def tried(rule: OperatorRule, call: Call, device: torch.device, ranks: int) -> s
     return failed or (DRAWS if rule.random else "")
 
 
-def _tried(rule: OperatorRule, call: Call, device: torch.device, ranks: int) -> str:
+def _tried(rule: OperatorRule, call: TrialCall, device: torch.device, ranks: int) -> str:
     counts: Mapping[str, int] = {}
     spare: _Trial | None = None
     failed, ran, own = "", "", {name: max(count, 1) for name, count in call.counts.items()}
@@ -133,7 +133,7 @@ def _tried(rule: OperatorRule, call: Call, device: torch.device, ranks: int) -> 
     return "" if ran == "all" else ran
 
 
-def _numbers(call: Call) -> int:
+def _numbers(call: TrialCall) -> int:
     return sum(math.prod(held.shape) for held in call.operands if held is not None)
 
 
@@ -141,7 +141,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _sizes(rule: OperatorRule, call: Call) -> Iterator[dict[str, int]]:
+def _sizes(rule: OperatorRule, call: TrialCall) -> Iterator[dict[str, int]]:
     split = [n for n in call.counts if n not in rule.whole]
     few = {name: _ENTRIES + place for place, name in enumerate(split)}
     yield {n: few.get(n, min(count, _FEW)) for n, count in call.counts.items()}
@@ -153,7 +153,7 @@ class _Trial:
     def __init__(
         self,
         rule: OperatorRule,
-        call: Call,
+        call: TrialCall,
         counts: Mapping[str, int],
         device: torch.device,
         wide: bool,
@@ -387,4 +387,4 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack([part.double() if part.dtype.is_floating_point else part for part in parts]).sum(0)
 
 
-__all__ = ["DRAWS", "UNTRIED", "Call", "ClaimError", "Operand", "tried"]
+__all__ = ["DRAWS", "UNTRIED", "ClaimError", "Operand", "TrialCall", "tried"]

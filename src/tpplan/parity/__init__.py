@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tpplan.parity.errors import (
+from tpplan.parity.parity_errors import (
     RankError,
     RanksDisagreeError,
     RankTimeoutError,
@@ -10,9 +10,9 @@ from tpplan.parity.errors import (
     UnshardedError,
     VerifyError,
 )
-from tpplan.parity.parity import Divergence, ParityReport, TensorParity
-from tpplan.parity.run import verify, verify_program
+from tpplan.parity.parity_report import Divergence, ParityReport, TensorParity
 from tpplan.parity.tolerance import Tolerance
+from tpplan.parity.verification import verify, verify_program
 
 __all__ = [
     "Divergence",

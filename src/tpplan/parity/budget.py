@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tpplan.compiler.ir.program import Program
-from tpplan.parity.errors import TooLargeError
+from tpplan.parity.parity_errors import TooLargeError
 
 _COMFORTABLE = 2 << 30
 _MOST = 32 << 30

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from tpplan.compat.dtensors import local_of
-from tpplan.compiler.bind.computed import layer_of
+from tpplan.compiler.bind.computed_weights import layer_of
 from tpplan.compiler.ir.layout import Collective
 from tpplan.compiler.ir.program import Program
 from tpplan.parity.divergence import compare_calls, first_divergence
 from tpplan.parity.measure import joined, magnitude, relative_error
-from tpplan.parity.parity import Divergence, ParityReport, TensorParity
+from tpplan.parity.parity_report import Divergence, ParityReport, TensorParity
 from tpplan.parity.rank import RankResult, SimulatedDistributor
-from tpplan.parity.reference import Reference
+from tpplan.parity.reference import UnshardedRun
 from tpplan.parity.rounding import Moved
 from tpplan.parity.threads import Rendezvous, ThreadCommunicator
 from tpplan.parity.tolerance import bound_of, tolerance_for
@@ -41,7 +41,7 @@ class Setting:
 
 def compare(
     program: Program,
-    reference: Reference,
+    reference: UnshardedRun,
     ranks: Sequence[RankResult],
     setting: Setting,
     rounded: Callable[[], Moved],
@@ -90,7 +90,7 @@ def _counted(of_program: Counter[str]) -> dict[str, int]:
 
 
 def _widened(
-    program: Program, reference: Reference, moved: Moved, *compared: tuple[TensorParity, ...]
+    program: Program, reference: UnshardedRun, moved: Moved, *compared: tuple[TensorParity, ...]
 ) -> list[tuple[TensorParity, ...]]:
     """Outputs, gradients of parameters and of inputs, with the bounds of those in which rounding errors grow."""
     seen, least = reference.seen, _least_scale(reference)
@@ -110,19 +110,19 @@ def _widened(
     ]
 
 
-def _least_scale(reference: Reference) -> float:
+def _least_scale(reference: UnshardedRun) -> float:
     """The smallest scale of an input's gradient."""
     seen = reference.seen
     return _SMALL * max(map(magnitude, (*seen.gradients.values(), *seen.input_gradients.values())), default=0.0)
 
 
-def _outputs(reference: Reference, ranks: Sequence[RankResult], tolerance: float) -> Iterable[TensorParity]:
+def _outputs(reference: UnshardedRun, ranks: Sequence[RankResult], tolerance: float) -> Iterable[TensorParity]:
     for name, whole in reference.seen.outputs.items():
         parts = [rank.seen.outputs[name] for rank in ranks if name in rank.seen.outputs]
         yield TensorParity(name, _output_error(whole, parts, len(ranks)), tolerance)
 
 
-def _buffers(reference: Reference, ranks: Sequence[RankResult], tolerance: float) -> Iterable[TensorParity]:
+def _buffers(reference: UnshardedRun, ranks: Sequence[RankResult], tolerance: float) -> Iterable[TensorParity]:
     """Buffers that a forward writes to are results as well: whole, and alike on every rank."""
     for name in dict.fromkeys((*reference.seen.buffers, *(name for rank in ranks for name in rank.seen.buffers))):
         whole = reference.seen.buffers.get(name)
@@ -143,7 +143,7 @@ def _output_error(whole: Tensor, parts: Sequence[Tensor], size: int) -> float:
 
 
 def _gradients(
-    program: Program, reference: Reference, ranks: Sequence[RankResult], tolerance: float
+    program: Program, reference: UnshardedRun, ranks: Sequence[RankResult], tolerance: float
 ) -> Iterable[TensorParity]:
     """Compare each rank's gradient with its part of the whole one, cut as the parameter was."""
     distributors = [SimulatedDistributor(ThreadCommunicator(Rendezvous(len(ranks)), r)) for r in range(len(ranks))]
@@ -179,7 +179,7 @@ def _owner(name: str) -> str:
     return layer_of(name) or name.rpartition(".")[0]
 
 
-def _input_gradients(reference: Reference, ranks: Sequence[RankResult], tolerance: float) -> Iterable[TensorParity]:
+def _input_gradients(reference: UnshardedRun, ranks: Sequence[RankResult], tolerance: float) -> Iterable[TensorParity]:
     seen = reference.seen
     least = _least_scale(reference)
     for name, whole in seen.input_gradients.items():
@@ -197,7 +197,7 @@ NOTHING_BUT_ZEROS = (
 )
 
 
-def _undefined(reference: Reference) -> Iterable[str]:
+def _undefined(reference: UnshardedRun) -> Iterable[str]:
     """Results of the unsharded model that are no numbers, or nothing but zeros: any program would seem to agree."""
     seen = reference.seen
     found = [name for name, held in (*seen.outputs.items(), *seen.gradients.items()) if bool(held.isnan().any())]
@@ -225,7 +225,7 @@ def _located(divergence: Divergence | None) -> Iterable[str]:
 
 def _miscounts(
     program: Program,
-    reference: Reference,
+    reference: UnshardedRun,
     ranks: Sequence[RankResult],
     least: dict[str, int],
     predicted: dict[str, int],

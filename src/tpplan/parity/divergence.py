@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tpplan.compiler.ir.program import Program
 from tpplan.parity.measure import joined, relative_error
-from tpplan.parity.observe import ModuleCall
-from tpplan.parity.parity import Divergence, TensorParity
+from tpplan.parity.observed import ModuleCall
+from tpplan.parity.parity_report import Divergence, TensorParity
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from tpplan.parity.errors import VerifyError, describe
+from tpplan.parity.parity_errors import VerifyError, describe
 from tpplan.parity.tree import modules_in
 
 _NOISE = 0.02

@@ -26,11 +26,11 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from tpplan.compiler.ir.layout import Collective
 from tpplan.compiler.ir.program import Program
 from tpplan.parity.call import Call
-from tpplan.parity.draws import Draws, DrawsOfRank
-from tpplan.parity.errors import RankError, RankTimeoutError, VerifyError, describe
+from tpplan.parity.drawn import Draws, DrawsOfRank
+from tpplan.parity.parity_errors import RankError, RankTimeoutError, VerifyError, describe
 from tpplan.parity.rank import RankResult, run_rank
 from tpplan.parity.threads import TIMEOUT
-from tpplan.runtime.communicator import ProcessGroupCommunicator
+from tpplan.runtime.ranks.communicator import ProcessGroupCommunicator
 
 _JOB = "job.pt"
 

@@ -16,10 +16,10 @@ from tpplan.compiler.ir.program import Program
 from tpplan.parity.call import Call
 from tpplan.parity.materialise import copy_structure
 from tpplan.parity.measure import split_dim
-from tpplan.parity.observe import Observation, observe
-from tpplan.runtime.communicator import Communicator
-from tpplan.runtime.distribute import MeshDistributor
+from tpplan.parity.observed import Observation, observe
 from tpplan.runtime.lower import lower
+from tpplan.runtime.parameters.distribute import MeshDistributor
+from tpplan.runtime.ranks.communicator import Communicator
 
 
 class CountingCommunicator(Communicator, Protocol):

@@ -13,10 +13,10 @@ from tpplan.compat.modes import TorchDispatchMode
 from tpplan.compat.schemas import OpOverload
 from tpplan.ops.registry import has_role
 from tpplan.parity.call import Call
-from tpplan.parity.draws import Draws, OwnDraws
-from tpplan.parity.errors import UnshardedError, VerifyError, describe
+from tpplan.parity.drawn import Draws, OwnDraws
 from tpplan.parity.materialise import copy_structure
-from tpplan.parity.observe import Observation, observe
+from tpplan.parity.observed import Observation, observe
+from tpplan.parity.parity_errors import UnshardedError, VerifyError, describe
 
 
 class ArithmeticMeter(TorchDispatchMode):
@@ -55,7 +55,7 @@ class ArithmeticMeter(TorchDispatchMode):
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class UnshardedRun:
     """The unsharded run.
 
     Attributes:
@@ -75,7 +75,7 @@ class Reference:
     depth: int
 
 
-def run_reference(model: nn.Module, call: Call, seed: int) -> Reference:
+def run_reference(model: nn.Module, call: Call, seed: int) -> UnshardedRun:
     """Run the stock model forward and backward, with a seeded normal cotangent for every differentiable output.
 
     What runs is a copy, since a forward may write to its buffers, and the ranks begin where this run does.
@@ -105,4 +105,4 @@ def run_reference(model: nn.Module, call: Call, seed: int) -> Reference:
         )
     epsilon = meter.epsilon or torch.finfo(torch.float64).eps
     draws = Draws(seed + 3, tuple(own.made)) if own.made else None
-    return Reference(seen, cotangents, draws, epsilon, meter.terms, max(1, sum(held.leaf for held in seen.calls)))
+    return UnshardedRun(seen, cotangents, draws, epsilon, meter.terms, max(1, sum(held.leaf for held in seen.calls)))

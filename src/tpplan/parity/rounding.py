@@ -23,11 +23,11 @@ from tpplan.compat.modes import TorchDispatchMode
 from tpplan.compat.schemas import OpOverload
 from tpplan.ops.registry import FUSED_ATTENTION, base_name, has_role
 from tpplan.parity.call import Call
-from tpplan.parity.draws import OwnDraws
+from tpplan.parity.drawn import OwnDraws
 from tpplan.parity.materialise import copy_structure
 from tpplan.parity.measure import magnitude
-from tpplan.parity.observe import observe
-from tpplan.parity.reference import Reference
+from tpplan.parity.observed import observe
+from tpplan.parity.reference import UnshardedRun
 
 _RUNS = 3
 
@@ -68,7 +68,7 @@ class Moved:
     input_gradients: dict[str, float]
 
 
-def moved_by_rounding(model: nn.Module, call: Call, reference: Reference, seed: int) -> Moved:
+def moved_by_rounding(model: nn.Module, call: Call, reference: UnshardedRun, seed: int) -> Moved:
     """Run the stock model again, with other roundings."""
     generator = torch.Generator().manual_seed(seed)
     moved = Moved({}, {}, {})

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tpplan.compiler.ir.program import Program
 from tpplan.parity.call import Call
-from tpplan.parity.draws import Draws, DrawsOfRank
+from tpplan.parity.drawn import Draws, DrawsOfRank
 from tpplan.parity.rank import RankResult, run_rank
 from tpplan.parity.threads import TIMEOUT, ThreadCommunicator, run_ranks
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tpplan.compiler.ir.layout import Collective
-from tpplan.parity.errors import RankError, RanksDisagreeError, RankTimeoutError, VerifyError, describe
+from tpplan.parity.parity_errors import RankError, RanksDisagreeError, RankTimeoutError, VerifyError, describe
 
 T = TypeVar("T")
 TIMEOUT = 300.0
@@ -94,7 +94,7 @@ class Rendezvous:
 
 
 class ThreadCommunicator:
-    """One thread's view of the axis; see `tpplan.runtime.communicator.Communicator`.
+    """One thread's view of the axis; see `tpplan.runtime.ranks.communicator.Communicator`.
 
     Attributes:
         counts: how often each collective ran.

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tpplan.parity.reference import Reference
+from tpplan.parity.reference import UnshardedRun
 
 _LAMBDA = 8.0
 
@@ -59,7 +59,7 @@ def bound_of(moved: float, scale: float, epsilon: float) -> float:
     return bound if bound <= math.sqrt(epsilon) else 0.0
 
 
-def tolerance_for(reference: Reference) -> Tolerance:
+def tolerance_for(reference: UnshardedRun) -> Tolerance:
     """The tolerance that the unsharded run's arithmetic warrants; see the module's docstring."""
     roundoff = reference.epsilon / 2
     accumulated = min(roundoff, torch.finfo(torch.float32).eps / 2)

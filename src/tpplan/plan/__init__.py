@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from tpplan.plan.catalogue import CATALOGUE, Entry, Severity
+from tpplan.plan.catalogue import CATALOGUE, CatalogueEntry, Severity
 from tpplan.plan.diagnostic import Diagnostic
-from tpplan.plan.errors import CompileError, InternalError, PlanError, TpplanError
+from tpplan.plan.exceptions import CompileError, InternalError, PlanError, TpplanError
 from tpplan.plan.load import PlanSource, check_plan, load_plan
 from tpplan.plan.locate import find_plan, shipped_plan_directory, shipped_plan_names
 from tpplan.plan.match import Matched
 from tpplan.plan.pattern import Pattern, PatternError, Specificity
 from tpplan.plan.plan import Plan
 from tpplan.plan.positions import Position, SourceText, Span
-from tpplan.plan.rules import KernelRule, Pack, Rule
+from tpplan.plan.rules import KernelRule, NamedPack, Rule
 from tpplan.plan.vocabulary import Exchange, KernelChoice, KernelKind, Pin, Style
 
 __all__ = [
     "CATALOGUE",
+    "CatalogueEntry",
     "CompileError",
     "Diagnostic",
-    "Entry",
     "Exchange",
     "InternalError",
     "KernelChoice",
     "KernelKind",
     "KernelRule",
     "Matched",
-    "Pack",
+    "NamedPack",
     "Pattern",
     "PatternError",
     "Pin",

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from tpplan.plan.diagnostic import Diagnostic
-from tpplan.plan.errors import PlanError
+from tpplan.plan.exceptions import PlanError
 from tpplan.plan.locate import find_plan, shipped_plan_names, shown_path
+from tpplan.plan.nearest import did_you_mean
 from tpplan.plan.nodes import Node, ScalarNode, nodes_from_data, shorten
 from tpplan.plan.plan import Plan
 from tpplan.plan.problems import Problems, Stop
 from tpplan.plan.read_plan import Document, read_document
 from tpplan.plan.rules import KernelRule, Rule
-from tpplan.plan.suggest import did_you_mean
 from tpplan.plan.vocabulary import DEFAULT_AXIS
 from tpplan.plan.wording import one_of
 from tpplan.plan.yaml_source import MAX_BYTES, compose, decode

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tpplan.plan.diagnostic import Diagnostic, Severity
+from tpplan.plan.nearest import Suggestions
 from tpplan.plan.pattern import Alternative, Pattern, Specificity
 from tpplan.plan.positions import Span
 from tpplan.plan.rules import KernelRule, Rule
-from tpplan.plan.suggest import Suggestions
 from tpplan.plan.vocabulary import Style
 
 

@@ -113,7 +113,7 @@ class _Token:
     offset: int
 
 
-class _Reader:
+class _RuleReader:
     def __init__(self, text: str) -> None:
         self.text = text
         self.tokens = [_Token(found[1], found.start(1)) for found in _TOKEN.finditer(text)]
@@ -230,7 +230,7 @@ def read_rule(text: str) -> OperatorRule:
     Raises:
         RuleTextError: it can't be read, or contradicts itself.
     """
-    reader = _Reader(text)
+    reader = _RuleReader(text)
     if not any(token.text == "->" for token in reader.tokens):
         reader.fail("there is no arrow", None, "write the results' terms behind `->`")
     operands = reader.terms("->", result=False)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from tpplan.plan.emit import plan_to_dict, plan_to_yaml
 from tpplan.plan.match import Matched, match_rules, matching_rules
 from tpplan.plan.rules import KernelRule, OperatorEntry, Rule
 from tpplan.plan.vocabulary import DEFAULT_AXIS, PLAN_VERSION, Exchange, KernelChoice, KernelKind, Pin, Style
+from tpplan.plan.written import plan_to_dict, plan_to_yaml
 
 
 @dataclass(frozen=True, slots=True)

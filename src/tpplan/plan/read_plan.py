@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from tpplan.plan.nodes import MapNode, Node, ScalarNode, shorten
 from tpplan.plan.operator_rule import RuleTextError, read_rule
+from tpplan.plan.plan_keys import PLAN_KEYS
 from tpplan.plan.problems import Problems
 from tpplan.plan.read_rule import (
     inner_span,
@@ -18,7 +19,6 @@ from tpplan.plan.read_rule import (
     wrong_type,
 )
 from tpplan.plan.rules import KernelRule, OperatorEntry, Rule
-from tpplan.plan.schema import PLAN_KEYS
 from tpplan.plan.vocabulary import PLAN_VERSION, KernelChoice, KernelKind
 
 _KINDS = tuple(kind.value for kind in KernelKind)

@@ -9,13 +9,13 @@ import re
 from enum import StrEnum
 from typing import TypeVar
 
+from tpplan.plan.nearest import word_help
 from tpplan.plan.nodes import ListNode, MapNode, Node, ScalarNode, describe, shorten
 from tpplan.plan.pattern import Pattern, PatternError
+from tpplan.plan.plan_keys import RULE_KEYS
 from tpplan.plan.positions import Span
 from tpplan.plan.problems import Problems
-from tpplan.plan.rules import Pack, Rule
-from tpplan.plan.schema import RULE_KEYS
-from tpplan.plan.suggest import word_help
+from tpplan.plan.rules import NamedPack, Rule
 from tpplan.plan.vocabulary import OPTIONS_BY_STYLE, Exchange, Pin, Style
 from tpplan.plan.wording import one_of
 
@@ -162,12 +162,12 @@ def _option_not_for_style(name: ScalarNode, style: Style, problems: Problems) ->
     )
 
 
-def _packed(node: Node, problems: Problems) -> tuple[Pack, ...] | None:
+def _packed(node: Node, problems: Problems) -> tuple[NamedPack, ...] | None:
     if isinstance(node, MapNode):
         sizes = [_size(value, problems) for _, value in node.entries]
-        packs = [Pack(key.text, size) for (key, _), size in zip(node.entries, sizes, strict=True)]
+        packs = [NamedPack(key.text, size) for (key, _), size in zip(node.entries, sizes, strict=True)]
     elif isinstance(node, ListNode):
-        packs = [Pack(name) for name in _names(node, "a pack's name", problems)]
+        packs = [NamedPack(name) for name in _names(node, "a pack's name", problems)]
     else:
         wrong_type(node, "`packed` has to be a list of names or a mapping from names to sizes", problems)
         return None

@@ -12,7 +12,7 @@ from tpplan.plan.vocabulary import Exchange, KernelChoice, KernelKind, Pin, Styl
 
 
 @dataclass(frozen=True, slots=True)
-class Pack:
+class NamedPack:
     """One matrix inside a packed projection: `q` of q|k|v, with its number of rows where the plan gives it."""
 
     name: str
@@ -42,7 +42,7 @@ class Rule:
     style: Style
     input: Pin | None = None
     output: Pin | None = None
-    packed: tuple[Pack, ...] | None = None
+    packed: tuple[NamedPack, ...] | None = None
     local: tuple[str, ...] = ()
     exchange: Exchange | None = None
     pattern_span: Span | None = field(default=None, compare=False, repr=False)

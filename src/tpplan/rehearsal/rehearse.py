@@ -25,12 +25,12 @@ from tpplan.ambience import ambience
 from tpplan.compat.autograd import native_apply, runs_backward, without_packing
 from tpplan.compat.modules import named_modules
 from tpplan.compat.propagator import fake_mesh
+from tpplan.compiler.ir.kept_tensors import is_wrapper, wrapper_on_meta
 from tpplan.compiler.ir.layout import Pack, all_reduce_of
 from tpplan.compiler.ir.program import ParameterPlacement, Program
 from tpplan.compiler.ir.pytree import tensors_of, with_items, with_tensors
 from tpplan.compiler.ir.steps import Heard, Stream, renamed
 from tpplan.compiler.ir.trace import Path, quoted
-from tpplan.compiler.ir.wrappers import is_wrapper, wrapper_on_meta
 from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.trace.capture import argument_names, on_shapes, tell_inputs
 from tpplan.compiler.trace.recorder import AlignmentError
@@ -38,8 +38,8 @@ from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.cost.communication import bytes_sent
 from tpplan.plan import CompileError, Diagnostic, InternalError, TpplanError
-from tpplan.runtime.distribute import MeshDistributor
 from tpplan.runtime.lower import lower
+from tpplan.runtime.parameters.distribute import MeshDistributor
 
 _META = torch.device("meta")
 _Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from tpplan.cost.program import StepTraffic, Traffic, gradient_sum_traffic, module_traffic, reshard_traffic
+from tpplan.cost.traffic import StepTraffic, Traffic, gradient_sum_traffic, module_traffic, reshard_traffic
 from tpplan.report.grid import INDENT, TOTAL_STYLE, fitted, new_table
 from tpplan.report.program_outline import Block, Item, Unit, units_of
 from tpplan.report.quantities import NOTHING, bytes_text, count_text, path_text
@@ -31,7 +31,7 @@ def communication_table(program: Program, items: Sequence[Item], width: int) -> 
 
     def make(stacked: bool) -> Table:
         table = new_table("communication", "placement", "forward", "backward", right=(2, 3), tight=stacked)
-        _Rows(table, program.size, "\n" if stacked else " ").add(program, items)
+        _TrafficRows(table, program.size, "\n" if stacked else " ").add(program, items)
         return table
 
     return fitted(width, make)
@@ -53,7 +53,7 @@ def block_title(block: Block, depth: int) -> Text:
     return Text(f"{INDENT * depth}{block.name}{count}", style=_BLOCK_STYLE)
 
 
-class _Rows:
+class _TrafficRows:
     """Adds the rows."""
 
     def __init__(self, table: Table, size: int, separator: str) -> None:

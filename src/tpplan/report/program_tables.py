@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from tpplan.cost.program import gradient_sum_traffic, memory, module_traffic
+from tpplan.cost.traffic import gradient_sum_traffic, memory, module_traffic
 from tpplan.report.grid import QUIET_STYLE, TOTAL_STYLE, fitted, new_table
 from tpplan.report.program_communication import block_title, counts_text, unit_title
 from tpplan.report.program_outline import Block, Item, Unit, units_of

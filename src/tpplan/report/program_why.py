@@ -13,10 +13,10 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from tpplan.cost.program import Traffic, reshard_traffic
+from tpplan.cost.traffic import Traffic, reshard_traffic
 from tpplan.plan import Pattern
-from tpplan.report.program import legend, to_text
 from tpplan.report.program_outline import Block, Item, Unit, collapse, joined, units
+from tpplan.report.program_page import legend, to_text
 from tpplan.report.program_tables import by_rank_text, exchange_text, placement_text, randomness_text, sizes_text
 from tpplan.report.quantities import bytes_text, count_text, path_text, shape_text
 

@@ -22,23 +22,23 @@ from tpplan.compat.modules import WEIGHTS_LISTED, named_modules, own_buffers, ow
 from tpplan.compiler.bind.attributes import replaced_attribute
 from tpplan.compiler.ir.program import ParameterPlacement, Program
 from tpplan.compiler.trace.skeleton import make_skeleton
-from tpplan.runtime.bodies import Prepared, prepare
-from tpplan.runtime.communicator import Communicator
-from tpplan.runtime.compiled_entry import become, carrying_class
-from tpplan.runtime.direct import Direct
-from tpplan.runtime.holders import Replaced, inherit, is_held, pass_on, refuse_gradients, refuse_views
-from tpplan.runtime.lockstep import LockstepCommunicator
-from tpplan.runtime.module_runtime import RUNTIME, ModuleRuntime
-from tpplan.runtime.modules import ShardedModule
-from tpplan.runtime.parameters import HandedOut
-from tpplan.runtime.placements import check_modules, follow
-from tpplan.runtime.pretrained import wrapper_class
-from tpplan.runtime.recent import Ran, RecentCalls, unknown
-from tpplan.runtime.results import Results
-from tpplan.runtime.state import take_parts
-from tpplan.runtime.swapped import replaces_body, swapped_class
-from tpplan.runtime.watched import WatchedCall
-from tpplan.runtime.writes import WRITES, Outside, Watched, Writes, stock_class, watched_class
+from tpplan.runtime.around.recent import Ran, RecentCalls, unknown
+from tpplan.runtime.around.results import Results
+from tpplan.runtime.around.watched import WatchedCall
+from tpplan.runtime.bodies.bodies import Prepared, prepare
+from tpplan.runtime.compiled.compiled_entry import become, carrying_class
+from tpplan.runtime.modules.direct import Direct
+from tpplan.runtime.modules.module_runtime import RUNTIME, ModuleRuntime
+from tpplan.runtime.modules.sharded_modules import ShardedModule
+from tpplan.runtime.modules.swapped import replaces_body, swapped_class
+from tpplan.runtime.modules.writes import WRITES, Outside, Watched, Writes, stock_class, watched_class
+from tpplan.runtime.parameters.handed_out import HandedOut
+from tpplan.runtime.parameters.holders import Replaced, inherit, is_held, pass_on, refuse_gradients, refuse_views
+from tpplan.runtime.parameters.saved_models import wrapper_class
+from tpplan.runtime.parameters.whole_states import take_parts
+from tpplan.runtime.ranks.communicator import Communicator
+from tpplan.runtime.ranks.lockstep import LockstepCommunicator
+from tpplan.runtime.ranks.watched_boundaries import check_modules, follow
 
 
 class Guard(Protocol):

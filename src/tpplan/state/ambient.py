@@ -102,7 +102,7 @@ def _open(files: Sequence[ModuleType]) -> None:
 
 def _take(space: dict[str, Any], leaf: str, name: str) -> None:
     _taken.append((space, leaf, space[leaf]))
-    space[leaf] = _Asked(name)
+    space[leaf] = _AskedSetting(name)
 
 
 def _close() -> None:
@@ -118,10 +118,10 @@ def _close() -> None:
 
 def without_noting(held: Any) -> Any:
     """A function of torch's, where another thread notes that it is called."""
-    return _real[held.name] if isinstance(held, _Asked) else held
+    return _real[held.name] if isinstance(held, _AskedSetting) else held
 
 
-class _Asked:
+class _AskedSetting:
     """Stands for a function of torch's that tells a setting."""
 
     def __init__(self, name: str) -> None:

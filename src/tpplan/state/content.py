@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from tpplan.state.parts import PLAIN, Bytes, Item, Memory, Step, UnseenError, class_data, parts
+from tpplan.state.parts import PLAIN, Bytes, Item, StateMemory, Step, UnseenError, class_data, parts
 
 DEEPEST = 100
 _LONGEST = 60
@@ -49,7 +49,7 @@ class Identity:
         return getattr(self.held, "__qualname__", f"<{type(self.held).__name__}>")
 
 
-class Value(NamedTuple):
+class ContentValue(NamedTuple):
     """Something that has no parts: its type, and what it says."""
 
     kind: type[Any]
@@ -63,7 +63,7 @@ class Node(NamedTuple):
     parts: tuple[tuple[Step, object], ...] | frozenset[tuple[Step, object]]
 
 
-class Geometry(NamedTuple):
+class TensorGeometry(NamedTuple):
     """What counts of a tensor that a model holds: all but its numbers, unless a capture has them."""
 
     dtype: torch.dtype
@@ -75,18 +75,18 @@ class Geometry(NamedTuple):
         return self.number or f"a tensor of shape {self.shape}, {str(self.dtype).removeprefix('torch.')}"
 
 
-def geometry(held: Tensor) -> Value:
+def geometry(held: Tensor) -> ContentValue:
     """What counts of a tensor that a model holds."""
     number = str(held.item()) if is_constant(held) else None
-    return Value(type(held), Geometry(held.dtype, tuple(held.shape), held.requires_grad, number))
+    return ContentValue(type(held), TensorGeometry(held.dtype, tuple(held.shape), held.requires_grad, number))
 
 
-def numbers(held: Tensor) -> Value:
+def numbers(held: Tensor) -> ContentValue:
     """What counts of a tensor that no module has, of which a capture has the numbers: these, if it's small."""
     if not is_small(held):
         return geometry(held)
     told: Any = cast("Any", held).tolist()
-    return Value(type(held), Geometry(held.dtype, tuple(held.shape), held.requires_grad, str(told)))
+    return ContentValue(type(held), TensorGeometry(held.dtype, tuple(held.shape), held.requires_grad, str(told)))
 
 
 def is_small(held: Tensor) -> bool:
@@ -134,7 +134,7 @@ class Reader:
         if kind in PLAIN:
             return plain(held)
         if isinstance(held, nn.Module) and held in self._modules:
-            return Value(kind, f"`{self._modules[held]}`")
+            return ContentValue(kind, f"`{self._modules[held]}`")
         known, cycle = self._known.get(id(held)), self._cycles.get(id(held), 0)
         if known is not None and not self._entered[cycle]:
             self._count += known[2]
@@ -142,11 +142,11 @@ class Reader:
         depth = len(self._open)
         if id(held) in self._open:
             self._lowest = min(self._lowest, self._open[id(held)])
-            return Value(kind, depth - self._open[id(held)])
+            return ContentValue(kind, depth - self._open[id(held)])
         if id(held) in self._again:
             read, lowest = self._again[id(held)]
             self._lowest = min(self._lowest, lowest)
-            return Value(kind, f"{self._count - read} ago")
+            return ContentValue(kind, f"{self._count - read} ago")
         if depth == DEEPEST:
             raise UnseenError(f"a `{kind.__name__}`, {DEEPEST} objects deep")
         outer, self._lowest = self._lowest, DEEPEST
@@ -175,7 +175,7 @@ class Reader:
         inner = parts(held)
         if inner is None:
             return leaf(held)
-        found = [(step, Value(kind, item) if isinstance(step, Bytes) else self(item)) for step, item in inner]
+        found = [(step, ContentValue(kind, item) if isinstance(step, Bytes) else self(item)) for step, item in inner]
         if isinstance(held, Tensor):
             return Node(kind, (("", self._tensor(held)), *found)) if found else self._tensor(held)
         if isinstance(held, (set, frozenset)):
@@ -191,24 +191,24 @@ class Reader:
         return Node(kind, tuple(found))
 
 
-def plain(held: Any) -> Value:
+def plain(held: Any) -> ContentValue:
     """The content of a number, a text or the like."""
     kind = cast("type[Any]", type(held))
     if kind is float or kind is complex:
-        return Value(kind, repr(held))  # tells 0.0 from -0.0, and finds nan again
+        return ContentValue(kind, repr(held))  # tells 0.0 from -0.0, and finds nan again
     if kind is slice:
-        return Value(kind, (plain(held.start), plain(held.stop), plain(held.step)))
-    return Value(kind, held)
+        return ContentValue(kind, (plain(held.start), plain(held.stop), plain(held.step)))
+    return ContentValue(kind, held)
 
 
-def leaf(held: Any) -> Value:
+def leaf(held: Any) -> ContentValue:
     """The content of what has no parts: as it says if nothing can change of it, else which one it is."""
     kind = cast("type[Any]", type(held))
     if kind in PLAIN:
         return plain(held)
     if isinstance(held, PurePath):
-        return Value(kind, str(held))
-    return Value(kind, held if kind is CodeType or kind is torch.Size else Identity(held))
+        return ContentValue(kind, str(held))
+    return ContentValue(kind, held if kind is CodeType or kind is torch.Size else Identity(held))
 
 
 class Difference(NamedTuple):
@@ -224,7 +224,7 @@ class Difference(NamedTuple):
 
 def difference(place: str, before: object, now: object) -> Difference:
     """The first place at which two contents differ that aren't equal."""
-    if isinstance(now, Node) and not isinstance(before, (Node, Value)):
+    if isinstance(now, Node) and not isinstance(before, (Node, ContentValue)):
         before = Node(now.kind, ())
     if isinstance(before, Node) and isinstance(now, Node) and before.kind is now.kind:
         if isinstance(before.parts, frozenset) or isinstance(now.parts, frozenset):
@@ -261,7 +261,7 @@ def place_of(place: str, step: Step) -> str:
 
 def shown(content: object) -> str:
     """A content in words."""
-    if not isinstance(content, (Node, Value)):
+    if not isinstance(content, (Node, ContentValue)):
         return "not there"
     if isinstance(content, Node):
         return f"a `{content.kind.__name__}`"
@@ -274,7 +274,7 @@ def _text(held: object) -> str:
         return f"`{held!r}`" if hasattr(held.held, "__qualname__") else ""
     if isinstance(held, CodeType):
         return f"a function in line {held.co_firstlineno} of {held.co_filename.rpartition('/')[2]}"
-    if isinstance(held, Memory):
+    if isinstance(held, StateMemory):
         try:
             return str(memoryview(held.numbers).cast(held.form).tolist())  # pyright: ignore
         except ValueError:
@@ -285,11 +285,11 @@ def _text(held: object) -> str:
 __all__ = [
     "DEEPEST",
     "NOTHING",
+    "ContentValue",
     "Difference",
     "Identity",
     "Node",
     "Reader",
-    "Value",
     "difference",
     "differing",
     "geometry",

@@ -99,7 +99,7 @@ class Bytes(NamedTuple):
     """The step to what lies in an object's memory."""
 
 
-class Memory(NamedTuple):
+class StateMemory(NamedTuple):
     """What lies there: its form, its shape, and its bytes, or a digest of many."""
 
     form: str
@@ -399,7 +399,9 @@ def _memory(held: Any) -> Parts | None:
             (Item(i, int), item) for i, item in enumerate(held.ravel().tolist() if hasattr(held, "ravel") else held)
         ]
     numbers = view.tobytes()
-    return [(Bytes(), Memory(view.format, view.shape, numbers if len(numbers) <= _FEW else blake2b(numbers).digest()))]
+    return [
+        (Bytes(), StateMemory(view.format, view.shape, numbers if len(numbers) <= _FEW else blake2b(numbers).digest()))
+    ]
 
 
 def _hidden(held: Any) -> Parts | None:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from tpplan.state.ambient import without_noting
-from tpplan.state.content import Identity, Reader, Value
+from tpplan.state.content import ContentValue, Identity, Reader
 from tpplan.state.parts import PLAIN, Names, UnseenError, functions_in, is_library, is_premise, names_in
 
 ANYTHING = "__dict__"
@@ -196,7 +196,7 @@ def function_content(space: ModuleType | type, held: Any) -> object:
     is_users = isinstance(held, (FunctionType, MethodType)) and not is_library(held.__module__)
     if is_users and space is torch.Tensor:
         raise UnseenError("a function in place of torch's, which torch's function modes call twice")
-    return Reader({})(held) if is_users else Value(type(held), Identity(held))
+    return Reader({})(held) if is_users else ContentValue(type(held), Identity(held))
 
 
 def _caller() -> str | None:

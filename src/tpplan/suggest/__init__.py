@@ -4,7 +4,7 @@ from tpplan.suggest.export_hf import Exported, export_program
 from tpplan.suggest.export_text import export_rules
 from tpplan.suggest.import_deepspeed import import_deepspeed
 from tpplan.suggest.import_hf import import_plan
-from tpplan.suggest.search import Suggestion, search
+from tpplan.suggest.settings import Suggestion, search
 from tpplan.suggest.write import write_plan
 
 __all__ = [

@@ -32,7 +32,7 @@ from tpplan.compiler.queries import (
     keeps_channels,
 )
 from tpplan.ops.dim_map import dim_of
-from tpplan.suggest.subject import Column, Subject
+from tpplan.suggest.subject import Column, SuggestSubject
 
 Names = frozenset[str]
 _NONE: Names = frozenset()
@@ -82,7 +82,7 @@ class Flow:
 
 
 def flow(
-    subject: Subject,
+    subject: SuggestSubject,
     rules: Rules,
     columns: Mapping[str, Column],
     lenient: bool,
@@ -102,7 +102,7 @@ def flow(
         exchanges: whether a module's body may make split operands whole before an operation that needs them so.
         apart: whether features stay whole that are concatenated to others along the dim that would be split.
     """
-    walk = _Walk(subject, rules, columns, lenient, across_norms, exchanges, apart)
+    walk = _FlowWalk(subject, rules, columns, lenient, across_norms, exchanges, apart)
     walk.frame(subject.root)
     for crossing in subject.root.frame.exits:
         walk.found.leaving |= walk.sources.get(crossing.target, _NONE)
@@ -112,10 +112,10 @@ def flow(
     return walk.found
 
 
-class _Walk:
+class _FlowWalk:
     def __init__(
         self,
-        subject: Subject,
+        subject: SuggestSubject,
         rules: Rules,
         columns: Mapping[str, Column],
         lenient: bool,

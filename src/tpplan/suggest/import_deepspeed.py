@@ -24,7 +24,7 @@ from torch import nn
 from tpplan.compat.modules import named_modules
 from tpplan.compiler.queries import linear_form
 from tpplan.plan import CompileError, Diagnostic
-from tpplan.plan.emit import SCHEMA_COMMENT
+from tpplan.plan.written import SCHEMA_COMMENT
 from tpplan.suggest.import_hf import brought_plan, import_plan
 from tpplan.suggest.patterns import patterns_for
 

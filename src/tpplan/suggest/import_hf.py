@@ -18,9 +18,9 @@ from torch import nn
 from tpplan.compat.modules import named_modules
 from tpplan.compiler.queries import linear_form
 from tpplan.plan import CompileError, Diagnostic
-from tpplan.plan.emit import SCHEMA_COMMENT
 from tpplan.plan.pattern import Pattern, PatternError
 from tpplan.plan.wording import with_article
+from tpplan.plan.written import SCHEMA_COMMENT
 
 _GATHERED: Final = "{style: colwise, output: replicate}"
 _SLICED: Final = "{style: rowwise, input: shard}"

@@ -20,8 +20,8 @@ from tpplan.plan import CompileError, Diagnostic, Plan, PlanError, Rule, Severit
 from tpplan.plan.pattern import Pattern
 from tpplan.rehearsal.rehearse import rehearse
 from tpplan.suggest.patterns import patterns_for
-from tpplan.suggest.roles import Setting
-from tpplan.suggest.subject import Subject
+from tpplan.suggest.roles import RoleSetting
+from tpplan.suggest.subject import SuggestSubject
 
 # Right, but a sign that the modules don't belong together: work that a collective undoes.
 _UNWANTED = frozenset(("TP103", "TP104", "TP105", "TP106"))
@@ -63,7 +63,7 @@ class Verdict:
         return f"{self.finding.code}: {self.finding.message}{where}"
 
 
-def plan_of(subject: Subject, settings: Mapping[str, Setting], name: str = "plan") -> Plan:
+def plan_of(subject: SuggestSubject, settings: Mapping[str, RoleSetting], name: str = "plan") -> Plan:
     """A plan that says this of these modules, and nothing of others."""
     return Plan(name=name, rules=tuple(rule_of(*pair) for pair in patterns_for(settings, all_names(subject.model))))
 
@@ -74,12 +74,12 @@ def all_names(model: nn.Module) -> list[str]:
     return modules + stored_names(model)
 
 
-def rule_of(pattern: str, setting: Setting) -> Rule:
+def rule_of(pattern: str, setting: RoleSetting) -> Rule:
     """One line of a plan."""
     return Rule(Pattern.parse(pattern), setting.style, output=setting.output, packed=setting.packed)
 
 
-def judge(subject: Subject, settings: Mapping[str, Setting], exchanges: bool = False) -> Verdict:
+def judge(subject: SuggestSubject, settings: Mapping[str, RoleSetting], exchanges: bool = False) -> Verdict:
     """Compile a trial plan; `exchanges`: operands may be exchanged inside of bodies.
 
     Where the model keeps more in evaluation, as tables that it looks up once, the plan has to serve it there as well.
@@ -91,7 +91,9 @@ def judge(subject: Subject, settings: Mapping[str, Setting], exchanges: bool = F
     return found
 
 
-def _compiled(subject: Subject, settings: Mapping[str, Setting], exchanges: bool, training: bool | None) -> Verdict:
+def _compiled(
+    subject: SuggestSubject, settings: Mapping[str, RoleSetting], exchanges: bool, training: bool | None
+) -> Verdict:
     try:
         compiled = compile_call(
             Request(
@@ -116,7 +118,7 @@ def _compiled(subject: Subject, settings: Mapping[str, Setting], exchanges: bool
     return Verdict(None, unwanted) if unwanted is not None else Verdict(compiled)
 
 
-def runs(subject: Subject, verdict: Verdict) -> bool:
+def runs(subject: SuggestSubject, verdict: Verdict) -> bool:
     """Whether the program of a trial that was proved runs, forward and backward, which is tried on shapes."""
     assert verdict.compiled is not None
     try:

@@ -17,24 +17,24 @@ from dataclasses import dataclass, field, replace
 
 from tpplan.compiler.queries import Rules
 from tpplan.plan import Pin, Style
-from tpplan.plan.rules import Pack
+from tpplan.plan.rules import NamedPack
 from tpplan.suggest.flow import Flow, flow
 from tpplan.suggest.patterns import is_repeated, shape_of
-from tpplan.suggest.subject import Column, Subject, columns_with_packs, pack_names
+from tpplan.suggest.subject import Column, SuggestSubject, columns_with_packs, pack_names
 from tpplan.suggest.twins import Twins
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class RoleSetting:
     """What a plan says of a module."""
 
     style: Style
     output: Pin | None = None
-    packed: tuple[Pack, ...] | None = None
+    packed: tuple[NamedPack, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RoleGroup:
     """Modules whose settings make sense only together.
 
     Attributes:
@@ -44,7 +44,7 @@ class Group:
     """
 
     title: str
-    settings: Mapping[str, Setting]
+    settings: Mapping[str, RoleSetting]
     weight: int
 
 
@@ -61,8 +61,8 @@ class Roles:
         joins: whether split features are concatenated along their dim.
     """
 
-    groups: tuple[Group, ...]
-    heads: dict[str, Setting] = field(default_factory=dict[str, Setting])
+    groups: tuple[RoleGroup, ...]
+    heads: dict[str, RoleSetting] = field(default_factory=dict[str, RoleSetting])
     reasons: dict[str, str] = field(default_factory=dict[str, str])
     sources: Mapping[str, set[str]] = field(default_factory=dict[str, set[str]])
     before_groups: frozenset[str] = frozenset()
@@ -70,7 +70,7 @@ class Roles:
 
 
 def find_roles(
-    subject: Subject,
+    subject: SuggestSubject,
     rules: Rules,
     lenient: bool,
     left: Mapping[str, str] | None = None,
@@ -142,10 +142,10 @@ def _starved(sources: Iterable[str]) -> str:
     return f"it would contract the features of {first} whole"
 
 
-def _heads(subject: Subject) -> dict[str, Setting]:
+def _heads(subject: SuggestSubject) -> dict[str, RoleSetting]:
     """Linear layers outside the repeated blocks that widen: if no other reads their result, it is worth gathering."""
     return {
-        name: Setting(Style.COLWISE, output=Pin.REPLICATE)
+        name: RoleSetting(Style.COLWISE, output=Pin.REPLICATE)
         for name, form in subject.layers.items()
         if form.outputs > form.inputs
         and not is_repeated(name)
@@ -154,12 +154,12 @@ def _heads(subject: Subject) -> dict[str, Setting]:
     }
 
 
-def _groups(subject: Subject, found: Flow, columns: Mapping[str, Column]) -> tuple[Group, ...]:
-    settings: dict[str, Setting] = {}
+def _groups(subject: SuggestSubject, found: Flow, columns: Mapping[str, Column]) -> tuple[RoleGroup, ...]:
+    settings: dict[str, RoleSetting] = {}
     families = _Families()
     for row, sources in found.rows.items():
         packs = found.row_packs.get(row)
-        settings[row] = Setting(Style.ROWWISE, packed=pack_names(packs) if packs else None)
+        settings[row] = RoleSetting(Style.ROWWISE, packed=pack_names(packs) if packs else None)
         for name in sorted(sources):
             settings[name] = _split(subject, name, columns[name])
             families.join(_key(row, settings), _key(name, settings))
@@ -172,7 +172,7 @@ def _groups(subject: Subject, found: Flow, columns: Mapping[str, Column]) -> tup
     for parameter, (name, packs) in found.beside.items():
         of_layer = parameter.rpartition(".")[0] in found.beside
         if parameter not in settings and name in settings and not of_layer:
-            settings[parameter] = Setting(Style.COLWISE, packed=pack_names(packs, True) if len(packs) > 1 else None)
+            settings[parameter] = RoleSetting(Style.COLWISE, packed=pack_names(packs, True) if len(packs) > 1 else None)
             families.join(_key(name, settings), _key(parameter, settings))
     order = [name for name in (*subject.tables, *subject.weights, *subject.addends) if name in settings]
     members: defaultdict[object, list[str]] = defaultdict(list)
@@ -182,23 +182,23 @@ def _groups(subject: Subject, found: Flow, columns: Mapping[str, Column]) -> tup
     return tuple(sorted(groups, key=lambda group: (-group.weight, next(iter(group.settings)))))
 
 
-def _split(subject: Subject, name: str, column: Column) -> Setting:
+def _split(subject: SuggestSubject, name: str, column: Column) -> RoleSetting:
     if name in subject.tables:  # of biases by head: each rank takes those of its heads
-        return Setting(Style.REPLICATE, output=Pin.SHARD)
-    return Setting(Style.COLWISE, packed=column.packed)
+        return RoleSetting(Style.REPLICATE, output=Pin.SHARD)
+    return RoleSetting(Style.COLWISE, packed=column.packed)
 
 
-def _group(subject: Subject, names: Iterable[str], settings: Mapping[str, Setting]) -> Group:
+def _group(subject: SuggestSubject, names: Iterable[str], settings: Mapping[str, RoleSetting]) -> RoleGroup:
     held = {name: settings[name] for name in names}
     columns, rows = (
         ", ".join(dict.fromkeys(f"`{shape_of(n).rpartition('.')[2]}`" for n, s in held.items() if s.style is style))
         for style in (Style.COLWISE, Style.ROWWISE)
     )
     weight = sum(subject.weights.get(name, 0) for name in held)
-    return Group(f"{columns} by columns, {rows} by rows", held, weight)
+    return RoleGroup(f"{columns} by columns, {rows} by rows", held, weight)
 
 
-def _key(name: str, settings: Mapping[str, Setting]) -> object:
+def _key(name: str, settings: Mapping[str, RoleSetting]) -> object:
     """Equal layers are treated alike."""
     return (shape_of(name), settings[name].style)
 

@@ -1,7 +1,7 @@
 """Subject: the model that a plan is looked for, as the compiler sees it.
 
 in:  a model, an example call, the number of ranks
-out: `Subject`: its trace, its linear layers with what a column split makes of their results, its embedding tables
+out: `SuggestSubject`: its trace, its linear layers with what a column split makes of results, its embedding tables
 
     q_proj = nn.Linear(48, 48), viewed as 8 heads   ->   Column(S(2)); rows: yes
     c_attn = Conv1D(144, 48), split in three        ->   Column(S(2, packs=48|48|48), packed: [q, k, v])
@@ -32,7 +32,7 @@ from tpplan.compiler.queries import (
     linear_form,
 )
 from tpplan.ops.registry import is_entrywise
-from tpplan.plan.rules import Pack
+from tpplan.plan.rules import NamedPack
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Column:
         stretches: the packs of the sharded result; empty if it is one plain stretch.
     """
 
-    packed: tuple[Pack, ...] | None
+    packed: tuple[NamedPack, ...] | None
     stretches: tuple[Stretch, ...]
 
     def is_whole(self, size: int) -> bool:
@@ -53,7 +53,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class SuggestSubject:
     """A model to suggest a plan for.
 
     Attributes:
@@ -119,7 +119,7 @@ class Subject:
         return self.study.root
 
 
-def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Subject:
+def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> SuggestSubject:
     """Capture `model` on an example call and find its linear layers.
 
     Raises:
@@ -150,13 +150,13 @@ def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords
     wide = {name for name, table in tables.items() if table.embedding_dim % size == 0}
     columns |= {name: (Column(None, ()),) for name in wide}
     beside = _beside(study, addends, computed)
-    return Subject(
+    return SuggestSubject(
         study, arguments, keywords, linears, products, addends, heads, beside, weights, columns, unsplittable, tables,
         bags, study.bare_tables({*tables, *bags}),
     )  # fmt: skip
 
 
-def columns_with_packs(subject: Subject, packs: Mapping[str, tuple[int, ...]]) -> dict[str, Column]:
+def columns_with_packs(subject: SuggestSubject, packs: Mapping[str, tuple[int, ...]]) -> dict[str, Column]:
     """What splits with packs of these sizes make of layers, where the compiler knows any."""
     named = {name: pack_names(sizes, exact=True) for name, sizes in packs.items()}
     counts = {name: sum(sizes) for name, sizes in packs.items()}
@@ -259,9 +259,9 @@ def _columns(
         counts: by name, how many features it makes.
         parts: the features of those that a body takes apart before it multiplies by them.
     """
-    plain: dict[str, tuple[Pack, ...] | None] = {}
-    parted: dict[str, tuple[Pack, ...] | None] = {}
-    finer: dict[str, tuple[Pack, ...] | None] = {}
+    plain: dict[str, tuple[NamedPack, ...] | None] = {}
+    parted: dict[str, tuple[NamedPack, ...] | None] = {}
+    finer: dict[str, tuple[NamedPack, ...] | None] = {}
     for name, held in taken.items():
         several = held is not None and len(held.stretches) > 1
         if held is None and name in parts:
@@ -285,7 +285,7 @@ def _columns(
 
 
 def _split(
-    study: Study, counts: Mapping[str, int], packs: Mapping[str, tuple[Pack, ...] | None]
+    study: Study, counts: Mapping[str, int], packs: Mapping[str, tuple[NamedPack, ...] | None]
 ) -> tuple[dict[str, Column], dict[str, str], Features]:
     """The columns that the compiler makes of these modules, each by itself, and what it says of the others."""
     split = study.split_columns(packs)
@@ -294,9 +294,9 @@ def _split(
     return columns, split.refused, split.heads
 
 
-def pack_names(sizes: Sequence[int], exact: bool = False) -> tuple[Pack, ...]:
+def pack_names(sizes: Sequence[int], exact: bool = False) -> tuple[NamedPack, ...]:
     """Names for the packs of one projection; with sizes where these differ, or where `exact` ones are wanted."""
     usual = {} if exact else {2: ("gate", "up"), 3: ("q", "k", "v")}
     names = usual.get(len(sizes), tuple(f"part{i}" for i in range(len(sizes))))
     even = len(set(sizes)) == 1 and not exact
-    return tuple(Pack(name, None if even else count) for name, count in zip(names, sizes, strict=True))
+    return tuple(NamedPack(name, None if even else count) for name, count in zip(names, sizes, strict=True))

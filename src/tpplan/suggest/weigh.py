@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from tpplan.compiler.ir.layout import PARTIAL
 from tpplan.compiler.ir.program import ModuleProgram, Program, Reshard
-from tpplan.cost.program import gradient_sum_traffic, memory, module_traffic
+from tpplan.cost.traffic import gradient_sum_traffic, memory, module_traffic
 
 SENT = 8
 """What a byte that is sent weighs, in bytes of parameters."""

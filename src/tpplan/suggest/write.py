@@ -16,12 +16,12 @@ from tpplan.compat.modules import named_modules
 from tpplan.compiler.ir.trace import Operation
 from tpplan.compiler.queries import layer_of
 from tpplan.plan import Plan, Style
-from tpplan.plan.emit import SCHEMA_COMMENT, plan_to_dict
+from tpplan.plan.written import SCHEMA_COMMENT, plan_to_dict
 from tpplan.suggest.judge import all_names, rule_of
 from tpplan.suggest.patterns import patterns_for, shape_of
-from tpplan.suggest.roles import Group
-from tpplan.suggest.search import Suggestion
-from tpplan.suggest.share import Whole, block_share, left_whole, model_share, shared_parts
+from tpplan.suggest.roles import RoleGroup
+from tpplan.suggest.settings import Suggestion
+from tpplan.suggest.sharded_share import Whole, block_share, left_whole, model_share, shared_parts
 
 _WIDTH = 110
 _NO_LINEAR = "its parameters aren't those of a linear layer or of a table that the model calls"
@@ -111,7 +111,7 @@ def _is_reached(suggestion: Suggestion, name: str) -> bool:
 def _modules(suggestion: Suggestion) -> Iterator[str]:
     names = all_names(suggestion.subject.model)
     place = {name: position for position, name in enumerate(names)}
-    merged: dict[str, list[Group]] = {}
+    merged: dict[str, list[RoleGroup]] = {}
     for group in suggestion.groups:
         merged.setdefault(group.title, []).append(group)
     first = {title: min(place[n] for g in groups for n in g.settings) for title, groups in merged.items()}

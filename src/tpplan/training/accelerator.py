@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from tpplan.compiler.ir.pytree import leaves, with_items
-from tpplan.runtime.pretrained import whole_state_of
-from tpplan.runtime.state import without_replicas
-from tpplan.runtime.writes import WRITES, Writes
+from tpplan.runtime.modules.writes import WRITES, Writes
+from tpplan.runtime.parameters.saved_models import whole_state_of
+from tpplan.runtime.parameters.whole_states import without_replicas
 from tpplan.training.follow import wrap
 from tpplan.training.sharding import Sharding, check, keep_reading, sharding_of
 from tpplan.training.states import has_parts, parts_of_state, refuse_plain, whole_state

@@ -37,11 +37,11 @@ class _Finder(MetaPathFinder):
         others = (finder.find_spec(fullname, path, target) for finder in [*sys.meta_path] if finder is not self)
         spec = next(filter(None, others), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader = _AdaptingLoader(spec.loader)
         return spec
 
 
-class _Loader(Loader):
+class _AdaptingLoader(Loader):
     """Loads a module as its own loader does, which may be that of others as well, and adapts it."""
 
     def __init__(self, stock: Loader) -> None:

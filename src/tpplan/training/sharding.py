@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from tpplan.plan import TpplanError
-from tpplan.runtime.communicator import ProcessGroupCommunicator
-from tpplan.runtime.module_runtime import RUNTIME, ModuleRuntime
+from tpplan.runtime.modules.module_runtime import RUNTIME, ModuleRuntime
+from tpplan.runtime.ranks.communicator import ProcessGroupCommunicator
 
 
 class TrainingError(TpplanError):

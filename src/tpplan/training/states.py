@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from tpplan.runtime.state import part_like
+from tpplan.runtime.parameters.whole_states import part_like
 from tpplan.training.sharding import TrainingError, refusal
 
 

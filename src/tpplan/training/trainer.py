@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.loss import cross_entropy
-from tpplan.runtime.module_runtime import RUNTIME
-from tpplan.runtime.modules import ShardedRoot
-from tpplan.runtime.outside import serving
-from tpplan.runtime.pretrained import whole_state_of
+from tpplan.runtime.around.outside_forwards import serving
+from tpplan.runtime.modules.module_runtime import RUNTIME
+from tpplan.runtime.modules.sharded_modules import ShardedRoot
+from tpplan.runtime.parameters.saved_models import whole_state_of
 from tpplan.training.follow import wrap
 from tpplan.training.sharding import Sharding, blind, keep_reading, refusal, sharding_of
 

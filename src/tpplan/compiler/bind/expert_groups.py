@@ -32,7 +32,7 @@ _SPLITS = (Style.COLWISE, Style.ROWWISE)
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ExpertGroup:
     """The ranks that hold some of the experts of module `experts`: so many from `first` on; of a stack, the first."""
 
     experts: str
@@ -41,7 +41,7 @@ class Group:
     is_stacked: bool = False
 
     @classmethod
-    def of(cls, experts: str, place: int, count: int, size: int) -> Group:
+    def of(cls, experts: str, place: int, count: int, size: int) -> ExpertGroup:
         """Of one of `count` experts on an axis of `size` ranks: as many groups as divide both."""
         groups = math.gcd(count, size)
         return cls(experts, place * groups // count * (size // groups), size // groups)
@@ -104,21 +104,23 @@ def pack_in_groups(model: nn.Module, flow: DataFlow, binding: Binding, size: int
     return replace(found, binding=made, findings=once(findings), notes=notes)
 
 
-def _groups_inside(model: nn.Module, binding: Binding, size: int) -> dict[str, Group]:
+def _groups_inside(model: nn.Module, binding: Binding, size: int) -> dict[str, ExpertGroup]:
     """By name, the groups of the layers and stacked tensors with a rule inside of experts."""
     modules = dict(named_modules(model, remove_duplicate=False))
-    found: dict[str, Group] = {}
+    found: dict[str, ExpertGroup] = {}
     for bound in binding.modules.values():
         module = None if bound.style is not Style.EXPERTS else modules.get(bound.name)
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             keys = [key for key, _ in module.named_children()]
             for place, key in enumerate(keys):
-                group = Group.of(bound.name, place, len(keys), size)
+                group = ExpertGroup.of(bound.name, place, len(keys), size)
                 found |= dict.fromkeys(_split_inside(binding.modules, f"{bound.name}.{key}"), group)
         elif module is not None:
             count = stacked_count(module)
             own = [name for name in _split_inside(binding.modules, bound.name) if binding.modules[name].is_parameter]
-            found |= dict.fromkeys(own if count else (), replace(Group.of(bound.name, 0, count, size), is_stacked=True))
+            found |= dict.fromkeys(
+                own if count else (), replace(ExpertGroup.of(bound.name, 0, count, size), is_stacked=True)
+            )
     return found
 
 
@@ -156,7 +158,7 @@ def dispatched(bound: Bound, ranks: int = 0) -> list[Diagnostic]:
     ]
 
 
-def _among(bound: Bound, group: Group, size: int, model: nn.Module) -> Bound:
+def _among(bound: Bound, group: ExpertGroup, size: int, model: nn.Module) -> Bound:
     """A rule whose packs are those of an axis of the group's size."""
     bound = replace(bound, group=(group.first, group.ranks))
     if group.ranks == size or bound.style not in _SPLITS or bound.form is None:
@@ -179,7 +181,7 @@ def _features(bound: Bound, model: nn.Module) -> int:
     return form.outputs if columns else form.inputs
 
 
-def _of_group(held: Pack, group: Group, size: int) -> Pack:
+def _of_group(held: Pack, group: ExpertGroup, size: int) -> Pack:
     if not held.parts:
         return held._replace(first=group.first + held.first, among=held.among or group.ranks)
     after = size - group.first - group.ranks
@@ -198,4 +200,4 @@ def _nothing_to_split(experts: str, inside: Bound, size: int) -> Diagnostic:
     )
 
 
-__all__ = ["Group", "SplitInside", "dispatched", "holds_stacks", "pack_in_groups", "stacked_count"]
+__all__ = ["ExpertGroup", "SplitInside", "dispatched", "holds_stacks", "pack_in_groups", "stacked_count"]

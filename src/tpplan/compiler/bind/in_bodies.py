@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from torch import nn
 
 from tpplan.compat.modules import named_modules
-from tpplan.compiler.bind.computed import Computed, computed_tensors, parts_of
+from tpplan.compiler.bind.computed_weights import Computed, computed_tensors, parts_of
 from tpplan.compiler.bind.linear import Addend, Product, linear_form
 from tpplan.compiler.bind.products import find_use, moved
 from tpplan.compiler.bind.readers import Readers

@@ -13,7 +13,7 @@ from torch import nn
 
 from tpplan.compat.modules import computed_weights, is_pruning, named_modules, own_parameters, parametrized_tensors
 from tpplan.compiler.bind.linear import is_convolution, is_grouped_convolution, linear_form
-from tpplan.compiler.bind.recurrent import is_recurrent, obstacle
+from tpplan.compiler.bind.recurrent_layers import is_recurrent, obstacle
 from tpplan.compiler.bind.tables import is_table
 from tpplan.plan import Diagnostic, Pin, Rule, Style
 from tpplan.plan.wording import all_of, with_article

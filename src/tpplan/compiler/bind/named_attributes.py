@@ -19,7 +19,7 @@ from tpplan.compiler.bind.bind import Binding, Bound
 from tpplan.compiler.ir.layout import Pack
 from tpplan.compiler.ir.program import LocalAttribute
 from tpplan.plan import Diagnostic
-from tpplan.plan.suggest import word_help
+from tpplan.plan.nearest import word_help
 from tpplan.plan.wording import all_of
 
 

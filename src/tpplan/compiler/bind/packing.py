@@ -25,7 +25,7 @@ from torch import nn
 
 from tpplan.compat.modules import named_modules, parametrized_tensors
 from tpplan.compiler.bind.bind import Binding, Bound, bind_parameters, once
-from tpplan.compiler.bind.computed import Computed, names_among
+from tpplan.compiler.bind.computed_weights import Computed, names_among
 from tpplan.compiler.bind.in_bodies import computed_by_layers
 from tpplan.compiler.bind.linear import Addend, LinearForm, Product, is_grouped_convolution
 from tpplan.compiler.bind.misfits import not_followed, of_whole_parts

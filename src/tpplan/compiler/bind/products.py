@@ -28,7 +28,7 @@ from tpplan.compiler.bind.readers import Readers
 from tpplan.compiler.ir.trace import Operation, Reference
 from tpplan.compiler.rules.batch_norm import kept_statistics
 from tpplan.compiler.rules.convolution import GROUPS, TRANSPOSED
-from tpplan.compiler.rules.declared import operands_of, result_terms
+from tpplan.compiler.rules.users_operators import operands_of, result_terms
 from tpplan.ops.declared import rule_of
 from tpplan.ops.dim_map import dim_map, dim_of, picked_dim
 from tpplan.ops.dims import dims_of

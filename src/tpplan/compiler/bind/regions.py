@@ -16,7 +16,7 @@ from typing import Any
 from tpplan.compiler.bind.bind import Binding, Bound
 from tpplan.compiler.ir.layout import Pack
 from tpplan.compiler.ir.program import Recurrence
-from tpplan.compiler.ir.region import Boundary, CallNode, Instance, LocalValue, OperationNode, Region, picks_of
+from tpplan.compiler.ir.region import CallNode, Instance, LocalValue, OperationNode, Region, RegionBoundary, picks_of
 from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Operation, Path, Reference, Trace
 from tpplan.compiler.rules.recurrent import made_layout
 from tpplan.compiler.trace.unread import final_values, live_values
@@ -129,9 +129,9 @@ class _Builder:
             ]
             region = self.interned[key] = Region(
                 tuple(values), inputs, outputs,
-                tuple(Boundary(*entry, None if i else entry_pin, packs) for i, entry in enumerate(entries)),
+                tuple(RegionBoundary(*entry, None if i else entry_pin, packs) for i, entry in enumerate(entries)),
                 tuple(
-                    Boundary(*held, exit_pin, own, *read)
+                    RegionBoundary(*held, exit_pin, own, *read)
                     for held, own, *read in zip(exits, exit_packs, unread, dead, final, strict=True)
                 ),
                 tuple(node for node in made if isinstance(node, (OperationNode, CallNode))),

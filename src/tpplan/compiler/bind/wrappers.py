@@ -139,7 +139,7 @@ def _styles(subject: _Subject, wrapper: Bound) -> dict[str, Style]:
     frame = subject.frames.get(wrapper.name)
     if frame is None or len(frame.entries) != 1 or len(frame.exits) != 1 or frame.exits[0].path:
         return {}
-    walk = _Walk(subject, frame, table=wrapper.style is Style.VOCAB)
+    walk = _WrapperWalk(subject, frame, table=wrapper.style is Style.VOCAB)
     given, making = walk.readers(), walk.makers()
     works = [n for n in (*given.layers, *given.parameters) if n in making.layers or n in making.parameters]
     works = [name for name in works if not walk.is_vector(name)]
@@ -176,7 +176,7 @@ def _inside(modules: Mapping[str, nn.Module], wrapper: str) -> Iterator[str]:
     yield from (f"{wrapper}.{name}" for name, _ in named_modules(inner) if name)
 
 
-class _Walk:
+class _WrapperWalk:
     """Follows values through one wrapper."""
 
     def __init__(self, subject: _Subject, frame: Frame, table: bool) -> None:

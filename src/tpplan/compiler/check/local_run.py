@@ -1,7 +1,7 @@
 """Check: run the model once more, on local shapes, and hold every step against what the program promises.
 
 in:  the trace, the assignment, and the attributes that were made local
-out: `Passed` if every body does on each rank's shards what the trace did on whole tensors; else the first `Mismatch`
+out: `PassedCall` if every body does on each rank's shards what the trace did on whole tensors; or the first `Mismatch`
 
     view(b, s, self.num_heads, d) on a shard  ->  Mismatch: expected (2, 16, 4, 8), got (2, 16, 8, 4)
     arange(x.shape[1]) with x: S(1)           ->  Mismatch: expected (16,), got (8,)
@@ -23,8 +23,11 @@ from torch import Tensor, nn
 from tpplan.compat.modes import without_dispatch_modes
 from tpplan.compat.modules import named_modules
 from tpplan.compiler.bind.attributes import replaced_attribute
-from tpplan.compiler.check.backward import backward_fault
-from tpplan.compiler.check.compare import (
+from tpplan.compiler.check.correspond import Correspondence
+from tpplan.compiler.check.fingerprint import Fingerprints
+from tpplan.compiler.check.of_constants import without_constants
+from tpplan.compiler.check.own_backwards import backward_fault
+from tpplan.compiler.check.same_steps import (
     REARRANGING,
     CheckInput,
     Mismatch,
@@ -36,24 +39,21 @@ from tpplan.compiler.check.compare import (
     differing,
     promised_shape,
 )
-from tpplan.compiler.check.correspond import Correspondence
-from tpplan.compiler.check.fingerprint import Fingerprints
-from tpplan.compiler.check.of_constants import without_constants
 from tpplan.compiler.ir.inner_gradient import GRADIENT
+from tpplan.compiler.ir.kept_tensors import is_wrapper, wrapper_on_meta
 from tpplan.compiler.ir.layout import REPLICATED, Collective, Layout, Pack, reshard_between
 from tpplan.compiler.ir.program import LocalAttribute, splits_sequence
 from tpplan.compiler.ir.pytree import Walk, leaves, with_tensors
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.steps import Heard, Stream
 from tpplan.compiler.ir.trace import Cut, Frame, Location, Operation, Path, Trace, Value
-from tpplan.compiler.ir.wrappers import is_wrapper, wrapper_on_meta
 from tpplan.compiler.place.assign import PlacedReshard, record_of
 from tpplan.compiler.rewrite.replay import Replay
 from tpplan.compiler.rules.propagate import Propagator
 from tpplan.compiler.rules.recurrent import made_layout
 from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record
+from tpplan.compiler.trace.left_state import is_same
 from tpplan.compiler.trace.skeleton import make_skeleton
-from tpplan.compiler.trace.state import is_same
 from tpplan.ops.issued import ALIAS_COPY, STRIDED_COPY
 from tpplan.plan import Style
 
@@ -62,7 +62,7 @@ _COUNTS = _PLAIN - {type(None)}
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class PassedCall:
     """Every body does on each rank what the trace does: with the steps that its bodies take there."""
 
     streams: Mapping[int, Stream]
@@ -74,7 +74,7 @@ def check(
     excused: frozenset[str] = frozenset(),
     recorded: frozenset[str] = frozenset(),
     shown: Shown = frozenset(),
-) -> Mismatch | Passed:
+) -> Mismatch | PassedCall:
     """Run the model on local shapes, once for each kind of rank.
 
     Args:
@@ -96,7 +96,7 @@ def check(
             return replace(mismatch, rank=rank)
         if stream is not None:
             streams.update((other, stream) for other, first in enumerate(alike) if first == rank)
-    return Passed(streams)
+    return PassedCall(streams)
 
 
 def different_ranks(given: CheckInput) -> list[int]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from tpplan.compiler.check.compare import REARRANGING
+from tpplan.compiler.check.same_steps import REARRANGING
 from tpplan.compiler.ir.trace import Frame, Operation
 
 

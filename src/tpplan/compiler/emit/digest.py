@@ -22,7 +22,7 @@ import torch
 
 from tpplan.compiler.ir.program import ModuleProgram, Program, Reshard
 from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Trace, quoted
-from tpplan.compiler.trace.draws import is_draw
+from tpplan.compiler.trace.random_draws import is_draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Digest:
 
 def digest_of(trace: Trace, program: Program) -> Digest:
     """The digest of a run; that of the program isn't part of it."""
-    reader = _Reader(trace, program)
+    reader = _DigestReader(trace, program)
     reader.read(trace.recorded)
     exits = [(crossing.path, reader.made(crossing.target)) for crossing in trace.recorded.exits]
     left = [(path, reader.made(value)) for path, value in trace.left.items()]
@@ -61,7 +61,7 @@ def digest_of(trace: Trace, program: Program) -> Digest:
     )
 
 
-class _Reader:
+class _DigestReader:
     """Reads a run in order of execution."""
 
     def __init__(self, trace: Trace, program: Program) -> None:

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from tpplan.compiler.bind.bind import Binding, Bound
 from tpplan.compiler.bind.packing import packed_option
-from tpplan.compiler.check.compare import CheckInput, Mismatch
-from tpplan.compiler.check.localise import equal_modules
+from tpplan.compiler.check.lessons import equal_modules
+from tpplan.compiler.check.same_steps import CheckInput, Mismatch
 from tpplan.compiler.explain.origins import Cause, Origins
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import REPLICATED, Layout

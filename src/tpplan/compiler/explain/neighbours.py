@@ -27,7 +27,7 @@ _ROUNDS = 4  # what meets the features may in turn meet something whole, as keys
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class WalkStop:
     """An operation that can't go on with split features: its name, what holds it up, and where it stands."""
 
     operation: str
@@ -52,7 +52,7 @@ class Reach:
 
     rows: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-    stop: Stop | None = None
+    stop: WalkStop | None = None
     leaves: bool = False
 
     @property
@@ -137,7 +137,7 @@ class _Walk:
         self.layouts = dict(seeds)
         self.rows: dict[str, None] = {}
         self.beside: dict[int, None] = {}
-        self.stop: Stop | None = None
+        self.stop: WalkStop | None = None
         self._frame(around.instance)
 
     def _frame(self, instance: Instance) -> None:
@@ -180,11 +180,11 @@ class _Walk:
             answer = answer if isinstance(second, Refusal) else second
         if isinstance(answer, Refusal) or any(held.forward == "P" for held in answer.outputs):
             reason = answer.reason if isinstance(answer, Refusal) else "sums over the split features"
-            self.stop = self.stop or Stop(node.name, reason, node.location)
+            self.stop = self.stop or WalkStop(node.name, reason, node.location)
             return
         wanted = [outer[i] for i in beside if instance.region.values[i].differentiable]
         if any(not self.around.makers(i) for i in wanted):
-            self.stop = self.stop or Stop(node.name, "reads a whole value beside it", node.location)
+            self.stop = self.stop or WalkStop(node.name, "reads a whole value beside it", node.location)
             return
         self.beside |= dict.fromkeys(wanted)
         for output, held in zip(node.outputs, answer.outputs, strict=True):
@@ -215,4 +215,4 @@ class _Walk:
                 yield i, replace(held, dim=dim)
 
 
-__all__ = ["Neighbours", "Reach", "Stop"]
+__all__ = ["Neighbours", "Reach", "WalkStop"]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from tpplan.compiler.bind.bind import Binding, Bound
-from tpplan.compiler.bind.computed import layer_of
+from tpplan.compiler.bind.computed_weights import layer_of
 from tpplan.compiler.bind.packing import packed_option
 from tpplan.compiler.bind.readers import Readers, Taken
 from tpplan.compiler.explain.neighbours import Neighbours, Reach

@@ -26,14 +26,14 @@ Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class FactSlot:
     """Stands for a tensor in the arguments of a step."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class ComputedFact:
     """A call of an operator on tensors whose numbers are known; `results` are the slots of what it makes."""
 
     target: OpOverload
@@ -80,7 +80,7 @@ class Facts:
     inputs: Mapping[Path, int]
     constants: Mapping[int, Tensor]
     written: frozenset[int]
-    steps: tuple[Computed | Read, ...]
+    steps: tuple[ComputedFact | Read, ...]
 
     @property
     def reads(self) -> list[Read]:
@@ -102,12 +102,12 @@ class Facts:
             return False
 
 
-def _holds(step: Computed | Read, held: dict[int, Tensor], device: torch.device) -> bool:
+def _holds(step: ComputedFact | Read, held: dict[int, Tensor], device: torch.device) -> bool:
     if isinstance(step, Read):
         return step.holds(held[step.slot])
-    arguments = replaced(step.arguments, lambda item: held[item.number] if isinstance(item, Slot) else item)
+    arguments = replaced(step.arguments, lambda item: held[item.number] if isinstance(item, FactSlot) else item)
     keywords = {
-        name: replaced(item, lambda i: held[i.number] if isinstance(i, Slot) else i)
+        name: replaced(item, lambda i: held[i.number] if isinstance(i, FactSlot) else i)
         for name, item in step.keywords.items()
     }
     made = step.target(*arguments, **on(device, keywords))
@@ -136,4 +136,4 @@ def results_of(made: Any) -> Sequence[Any]:
 
 NOTHING = Facts({}, {}, frozenset(), ())
 
-__all__ = ["NOTHING", "Computed", "Facts", "Read", "Slot", "on", "replaced", "results_of"]
+__all__ = ["NOTHING", "ComputedFact", "FactSlot", "Facts", "Read", "on", "replaced", "results_of"]

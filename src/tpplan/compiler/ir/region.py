@@ -90,7 +90,7 @@ class CallNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Boundary:
+class RegionBoundary:
     """A crossing; numbers are local.
 
     `pin` is what the plan demands of the layout on the inside (of an entry) or on the outside (of an exit); `packs` are
@@ -136,8 +136,8 @@ class Region:
     values: tuple[LocalValue, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    entries: tuple[Boundary, ...]
-    exits: tuple[Boundary, ...]
+    entries: tuple[RegionBoundary, ...]
+    exits: tuple[RegionBoundary, ...]
     nodes: tuple[OperationNode | CallNode, ...]
     style: Style | None
     reduced: bool

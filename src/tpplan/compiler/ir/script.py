@@ -42,7 +42,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ScriptCall:
     """A call of a module inside, with the places of its results."""
 
     module: str
@@ -66,7 +66,7 @@ class Script:
     entries: tuple[tuple[Path, int], ...]
     held: tuple[tuple[int, str], ...]
     constants: tuple[tuple[int, Tensor], ...]
-    steps: tuple[Run | Call, ...]
+    steps: tuple[Run | ScriptCall, ...]
     result: Any
 
 
@@ -103,7 +103,7 @@ def play(
         return held if items is None else rebuilt(held, [fill(item) for _, item in items])
 
     for step in script.steps:
-        if isinstance(step, Call):
+        if isinstance(step, ScriptCall):
             result = modules[step.module](*fill(step.arguments), **fill(step.keywords))
             known |= {value: _at(result, path) for path, value in step.results}
             continue
@@ -156,4 +156,4 @@ def attribute_at(module: nn.Module, path: str) -> Any:
     return held
 
 
-__all__ = ["Call", "ReplayError", "Run", "Script", "attribute_at", "play"]
+__all__ = ["ReplayError", "Run", "Script", "ScriptCall", "attribute_at", "play"]

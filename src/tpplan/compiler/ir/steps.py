@@ -28,9 +28,9 @@ _PASSING = frozenset(
 )
 _CALLS = f"{_TORCH}nn/modules/module.py"
 _PACKAGE = Path(__file__).parents[2]
-_PASSING_ON = str(_PACKAGE / "runtime" / "class_scope.py")  # a function mode of the runtime's
+_PASSING_ON = str(_PACKAGE / "runtime" / "classes" / "class_scope.py")  # a function mode of the runtime's
 _LOOKERS = (  # they call hooks of all modules, or are such hooks
-    str(_PACKAGE / "runtime" / "onlookers.py"),
+    str(_PACKAGE / "runtime" / "around" / "onlookers.py"),
     *(f"{_TORCH}{name}" for name in ("distributed/_tools/", "distributed/tensor/debug/", "utils/module_tracker.py")),
 )
 _OWN = tuple(f"{_PACKAGE}/{layer}/" for layer in ("compiler", "runtime", "calls", "kernels", "parity"))

@@ -9,9 +9,9 @@ out: as few as those values' partners need, in which each of them has one code f
 from __future__ import annotations
 
 from tpplan.compiler.place.body import Codes
-from tpplan.compiler.place.entries import States
+from tpplan.compiler.place.entry_layouts import States
 from tpplan.compiler.place.open_results import OpenResults, Option
-from tpplan.compiler.place.solution import Cost, Part, Steps
+from tpplan.compiler.place.solution import Cost, SeparatePart, Steps
 
 
 def apart(states: States, results: OpenResults) -> States:
@@ -31,13 +31,13 @@ def apart(states: States, results: OpenResults) -> States:
         options: list[Option] = []
         for code in dict.fromkeys(state[place] for state in states):
             cost = states[(*base[:place], code, *base[place + 1 :])][0]
-            trail = Steps(Part(states, place, (code,)), None)
+            trail = Steps(SeparatePart(states, place, (code,)), None)
             options.append(Option(code, (cost[0] - floor[0], cost[1] - floor[1]), trail, decided=False))
         codes[place] = results.code(options, (id(states), place))
     made: States = {}
     for state, (cost, _) in kept.items():
         after = tuple(codes.get(place, code) for place, code in enumerate(state))
-        made[after] = (cost, Steps(Part(states, None, state), None))
+        made[after] = (cost, Steps(SeparatePart(states, None, state), None))
     return made
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Features, Layout
 from tpplan.compiler.ir.program import MovedOperand, RecordedBody
-from tpplan.compiler.ir.region import Boundary, CallNode, Instance, OperationNode, Region
+from tpplan.compiler.ir.region import CallNode, Instance, OperationNode, Region, RegionBoundary
 from tpplan.compiler.ir.trace import Frame, Path, Trace
 from tpplan.compiler.place.solution import (
     Called,
@@ -22,7 +22,7 @@ from tpplan.compiler.place.solution import (
     Entered,
     Left,
     Normed,
-    Ran,
+    PlacedRun,
     Recurred,
     Solution,
     settled,
@@ -158,7 +158,7 @@ def assign(
         heads: the numbers of heads that it was solved for.
         features: the ways to split features that it was solved for.
     """
-    reader = _Reader(parameters)
+    reader = _AssignmentReader(parameters)
     reader.assignment.heads, reader.assignment.features = heads, features
     reader.read(root, solution, inputs)
     return reader.assignment
@@ -187,12 +187,12 @@ def _uneven(layout: Layout, shape: tuple[int, ...], size: int) -> int:
 
 def _position(choice: Choice) -> float:
     """Where in the body a choice was made: what was left open was chosen later."""
-    if isinstance(choice, (Ran, Called)):
+    if isinstance(choice, (PlacedRun, Called)):
         return choice.node
     return math.inf if isinstance(choice, Left) else -1
 
 
-class _Reader:
+class _AssignmentReader:
     """Reads solutions back; what equal layers share, a region or a solution, is looked at once."""
 
     def __init__(self, parameters: dict[int, tuple[str, ...]]) -> None:
@@ -217,7 +217,7 @@ class _Reader:
         chosen = self._chosen(instance, solution)
         held.update((values[c.value], c.layout) for c in chosen if isinstance(c, Decided))  # before these are made
         for choice in chosen:
-            if isinstance(choice, Ran):
+            if isinstance(choice, PlacedRun):
                 for output, layout in zip(region.nodes[choice.node].outputs, choice.outcome.outputs, strict=True):
                     if output is not None:
                         held[values[output]] = layout
@@ -261,7 +261,9 @@ class _Reader:
             for boundary, layout in zip(instance.region.exits, choice.layouts, strict=True)
         )
 
-    def _move(self, instance: Instance, choice: Ran, decided: FrameAssignment, fresh: set[tuple[int, Layout]]) -> None:
+    def _move(
+        self, instance: Instance, choice: PlacedRun, decided: FrameAssignment, fresh: set[tuple[int, Layout]]
+    ) -> None:
         """Note what an operation's operands are moved to; `fresh` are the moves since something was written."""
         node = instance.region.nodes[choice.node]
         assert isinstance(node, OperationNode)
@@ -281,7 +283,7 @@ class _Reader:
     def _cross(
         self,
         instance: Instance,
-        boundaries: tuple[Boundary, ...],
+        boundaries: tuple[RegionBoundary, ...],
         layouts: tuple[Layout, ...],
         decided: list[PlacedReshard],
     ) -> None:

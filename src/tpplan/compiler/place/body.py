@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 
 from tpplan.compiler.ir.layout import REPLICATED, Layout
-from tpplan.compiler.ir.region import Boundary, LocalValue, OperationNode, Region
+from tpplan.compiler.ir.region import LocalValue, OperationNode, Region, RegionBoundary
 
 Codes = tuple[int, ...]
 GONE = -1  # in place of the layout of a value that nobody reads any more, or whose exit is chosen
@@ -154,7 +154,7 @@ def _places(names: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
     return tuple(place for place, name in enumerate(names) if name in wanted)
 
 
-def _chosen_inside(region: Region, exits: Sequence[Boundary]) -> list[int]:
+def _chosen_inside(region: Region, exits: Sequence[RegionBoundary]) -> list[int]:
     """What leaves by these exits, and can't leave its layout to the caller."""
     counts = Counter(boundary.source for boundary in exits)
     return [b.source for b in exits if not region.depth or b.dead or counts[b.source] > 1]
@@ -165,10 +165,10 @@ def _source_layout(value: LocalValue) -> Layout:
 
 
 def _leaving(
-    region: Region, exits: Sequence[Boundary], live: Sequence[tuple[int, ...]]
-) -> list[tuple[tuple[int, Boundary], ...]]:
+    region: Region, exits: Sequence[RegionBoundary], live: Sequence[tuple[int, ...]]
+) -> list[tuple[tuple[int, RegionBoundary], ...]]:
     """For each position of the body (and its end), what one of `exits` reads from there on and nothing else."""
-    found: list[list[tuple[int, Boundary]]] = [[] for _ in live]
+    found: list[list[tuple[int, RegionBoundary]]] = [[] for _ in live]
     counts = Counter([boundary.source for boundary in region.exits] + list(region.outputs))
     last = dict.fromkeys(live[0], 0)
     for after, node in enumerate(region.nodes, start=1):
@@ -181,7 +181,7 @@ def _leaving(
     return [tuple(held) for held in found]
 
 
-def _liveness(region: Region, exits: Sequence[Boundary]) -> list[tuple[int, ...]]:
+def _liveness(region: Region, exits: Sequence[RegionBoundary]) -> list[tuple[int, ...]]:
     """For each position of the body (and its end), the values made before it that are still to be read."""
     needed: set[int] = {b.source for b in exits} | set(region.outputs)
     made = {b.target for b in region.exits}

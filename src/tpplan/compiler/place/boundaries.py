@@ -23,7 +23,7 @@ from tpplan.compiler.ir.layout import (
     sharded,
 )
 from tpplan.compiler.ir.program import Reshard, splits_sequence
-from tpplan.compiler.ir.region import Boundary, LocalValue, OperationNode, Region
+from tpplan.compiler.ir.region import LocalValue, OperationNode, Region, RegionBoundary
 from tpplan.compiler.place.solution import Constraints, Cost
 from tpplan.compiler.rules.propagate import Propagator, flat_heads
 from tpplan.cost.communication import Topology, bytes_sent, ring_steps
@@ -42,19 +42,19 @@ class Boundaries:
         self.constraints = constraints
         self._known: dict[tuple[int, int, bool, Layout], list[tuple[Layout, Cost]]] = {}
 
-    def entry_options(self, region: Region, boundary: Boundary, source: Layout) -> list[tuple[Layout, Cost]]:
+    def entry_options(self, region: Region, boundary: RegionBoundary, source: Layout) -> list[tuple[Layout, Cost]]:
         """The layouts inside of an entry."""
         key = (id(region), id(boundary), False, source)
         if key not in self._known:
             self._known[key] = self._entry_options(region, boundary, source)
         return self._known[key]
 
-    def _entry_options(self, region: Region, boundary: Boundary, source: Layout) -> list[tuple[Layout, Cost]]:
+    def _entry_options(self, region: Region, boundary: RegionBoundary, source: Layout) -> list[tuple[Layout, Cost]]:
         targets = self._targets(region, boundary, region.values[boundary.target], source, outward=False)
         return self.entries_among(region, boundary, source, targets)
 
     def entries_among(
-        self, region: Region, boundary: Boundary, source: Layout, targets: Iterable[Layout]
+        self, region: Region, boundary: RegionBoundary, source: Layout, targets: Iterable[Layout]
     ) -> list[tuple[Layout, Cost]]:
         """Those of `targets` that are possible inside of an entry."""
         value = region.values[boundary.target]
@@ -72,14 +72,14 @@ class Boundaries:
                 options.append((target, self._price(source, target, collectives, value, tie)))
         return options
 
-    def exit_options(self, region: Region, boundary: Boundary, source: Layout) -> list[tuple[Layout, Cost]]:
+    def exit_options(self, region: Region, boundary: RegionBoundary, source: Layout) -> list[tuple[Layout, Cost]]:
         """The layouts outside of an exit."""
         key = (id(region), id(boundary), True, source)
         if key not in self._known:
             self._known[key] = self._exit_options(region, boundary, source)
         return self._known[key]
 
-    def _exit_options(self, region: Region, boundary: Boundary, source: Layout) -> list[tuple[Layout, Cost]]:
+    def _exit_options(self, region: Region, boundary: RegionBoundary, source: Layout) -> list[tuple[Layout, Cost]]:
         value = region.values[boundary.target]
         options: list[tuple[Layout, Cost]] = []
         for target in self._targets(region, boundary, value, source, outward=True):
@@ -92,7 +92,7 @@ class Boundaries:
         return options
 
     def _targets(
-        self, region: Region, boundary: Boundary, value: LocalValue, source: Layout, outward: bool
+        self, region: Region, boundary: RegionBoundary, value: LocalValue, source: Layout, outward: bool
     ) -> list[Layout]:
         sequence = self._sequence_layout(value)
         if boundary.pin is not None and value.dtype.is_floating_point and value.shape:
@@ -137,7 +137,7 @@ class Boundaries:
             found += [flat_heads(pack, batch) for (pack,) in heads if value.shape[0] == batch * pack.size]
         return found if value.dtype.is_floating_point else []
 
-    def _pinned_inside(self, region: Region, boundary: Boundary) -> bool:
+    def _pinned_inside(self, region: Region, boundary: RegionBoundary) -> bool:
         """Whether a value that leaves comes from a module whose output the plan pins.
 
         It may come through results, and through what a body does to each entry by itself, as where logits are capped.
@@ -212,7 +212,7 @@ class Boundaries:
         return 1 + self.topology.time(0, bytes_sent("all-reduce", value.bytes, self.size))
 
 
-def _gathers_weight(boundary: Boundary, source: Layout, target: Layout, value: LocalValue) -> bool:
+def _gathers_weight(boundary: RegionBoundary, source: Layout, target: Layout, value: LocalValue) -> bool:
     """Whether a weight that is computed of split parameters would be gathered in each call, although no pin says so."""
     return value.weight and source.is_sharded and not target.is_sharded and boundary.pin is None
 

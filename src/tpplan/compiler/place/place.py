@@ -21,13 +21,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout
-from tpplan.compiler.ir.region import Boundary, CallNode, OperationNode, Region
+from tpplan.compiler.ir.region import CallNode, OperationNode, Region, RegionBoundary
 from tpplan.compiler.place.apart import apart
 from tpplan.compiler.place.body import GONE, Body, Codes, Numbering
 from tpplan.compiler.place.boundaries import Boundaries
 from tpplan.compiler.place.dead_results import kept_exits
-from tpplan.compiler.place.entries import Entries, States, combined, keep
-from tpplan.compiler.place.layers import Layers
+from tpplan.compiler.place.entry_layouts import Entries, States, combined, keep
+from tpplan.compiler.place.layer_regions import Layers
 from tpplan.compiler.place.open_results import CROWDED, MANY, MOST, TOO_MANY, OpenResults, Option
 from tpplan.compiler.place.solution import (
     Called,
@@ -39,7 +39,7 @@ from tpplan.compiler.place.solution import (
     Failure,
     Left,
     Name,
-    Ran,
+    PlacedRun,
     Solution,
     State,
     Steps,
@@ -368,7 +368,7 @@ class Placer:
             self._taken[key] = [(option.code, option.cost, trail) for option, trail in held if trail is not None]
         return self._taken[key]
 
-    def _let_go(self, region: Region, states: States, leaving: Sequence[tuple[int, Boundary]]) -> States:
+    def _let_go(self, region: Region, states: States, leaving: Sequence[tuple[int, RegionBoundary]]) -> States:
         """The states once what leaves the model here has left: how it does so concerns nothing that comes later.
 
         States in which it can't leave end here, unless none is left then: these tell at the exit why.
@@ -388,7 +388,7 @@ class Placer:
             states = found or states
         return states
 
-    def _ways_out(self, region: Region, boundary: Boundary, code: int) -> list[tuple[Cost, Steps]] | None:
+    def _ways_out(self, region: Region, boundary: RegionBoundary, code: int) -> list[tuple[Cost, Steps]] | None:
         """The cheapest way for what has this layout, or has it open, to leave whole; None if it may leave otherwise."""
         key = (id(region), id(boundary), code)
         if key not in self._exits:
@@ -443,7 +443,7 @@ class Placer:
                 price = self.boundaries.move(PARTIAL, held, region.values[o])
                 cost = (cost[0] + price[0], cost[1] + price[1])
             codes = tuple(self._numbering.code(held) for _, held in made)
-            found.append((codes, cost, Ran(position, outcome)))
+            found.append((codes, cost, PlacedRun(position, outcome)))
         return found
 
     def _calls_classes(self, region: Region) -> bool:

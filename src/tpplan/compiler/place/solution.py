@@ -62,7 +62,7 @@ class Entered:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class PlacedRun:
     """An operation ran with this outcome."""
 
     node: int
@@ -97,7 +97,7 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class SeparatePart:
     """What was chosen on the way to a state of which each part goes its own way from there on.
 
     Attributes:
@@ -141,18 +141,18 @@ class Dispatched:
     layout: Layout
 
 
-Choice = Entered | Ran | Called | Left | Part | Decided | Normed | Recurred | Dispatched
+Choice = Entered | PlacedRun | Called | Left | SeparatePart | Decided | Normed | Recurred | Dispatched
 
 
 def settled(choices: Sequence[Choice]) -> list[Choice]:
     """These choices, with what was chosen on the way to states whose parts went their own ways."""
-    parts: dict[int, list[Part]] = defaultdict(list)
+    parts: dict[int, list[SeparatePart]] = defaultdict(list)
     for choice in choices:
-        if isinstance(choice, Part):
+        if isinstance(choice, SeparatePart):
             parts[id(choice.states)].append(choice)
     if not parts:
         return [*choices]
-    known = [choice for choice in choices if not isinstance(choice, Part)]
+    known = [choice for choice in choices if not isinstance(choice, SeparatePart)]
     for held in parts.values():
         together = next((part for part in held if part.place is None), None)
         if together is None:  # it stands in the way to a later state

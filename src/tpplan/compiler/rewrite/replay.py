@@ -26,9 +26,9 @@ from tpplan.compiler.bind.regions import build_regions
 from tpplan.compiler.ir.layout import REPLICATED, Features, Layout
 from tpplan.compiler.ir.program import MovedOperand, RecordedBody
 from tpplan.compiler.ir.pytree import children, rebuilt, tensors_in
-from tpplan.compiler.ir.script import Call, ReplayError, Run, Script, attribute_at, play
+from tpplan.compiler.ir.script import ReplayError, Run, Script, ScriptCall, attribute_at, play
 from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Path, Reference, Trace
-from tpplan.compiler.rewrite.localise import Exchanges, local_steps
+from tpplan.compiler.rewrite.local_steps import Exchanges, local_steps
 from tpplan.compiler.rewrite.settle import Settled, settle
 from tpplan.compiler.trace.capture import Capture, argument_names, record, without_dead_operations
 from tpplan.compiler.trace.effects import held_tensors
@@ -177,7 +177,7 @@ class Replay:
         made_by_call = {recorder.value_of(tensor) for _, tensor in tensors_in(result)}
         sources |= dict.fromkeys(made_by_call - sources.keys())
         unread = own - read - sources.keys() - {*sources.values()}
-        steps: list[Run | Call] = []
+        steps: list[Run | ScriptCall] = []
         for node in local_steps(trace, settled, self._size, self._rank, self._exchanges):
             if isinstance(node, Run):
                 outputs = tuple(None if value in unread else value for value in node.outputs)
@@ -185,7 +185,7 @@ class Replay:
                 continue
             args, kwargs = (state.arguments or {})[node.module, node.call]
             results = tuple((c.path, c.target) for c in node.exits)
-            steps.append(Call(node.module, _referred(args, recorder), _referred(kwargs, recorder), results))
+            steps.append(ScriptCall(node.module, _referred(args, recorder), _referred(kwargs, recorder), results))
         entries = tuple((path, c.target) for c in trace.root.entries for path in (c.path, *c.aliases))
         return Script(
             entries, tuple(held.items()), tuple(constants), tuple(steps), _referred(result, recorder, sources)

@@ -36,12 +36,12 @@ from tpplan.compiler.rewrite.terms import (
     OneHot,
     Order,
     Own,
-    Part,
     Range,
-    Rows,
     Shape,
     Space,
     Stack,
+    TermPart,
+    TermRows,
     Terms,
     Total,
 )
@@ -63,7 +63,7 @@ _ZEROS = frozenset(f"aten.{name}.default" for name in ("zeros_like", "zeros", "n
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RoutedCall:
     """The values of a call: its tokens, the numbers chosen, the weights; the stacks by value, with their names."""
 
     tokens: int
@@ -82,19 +82,19 @@ class NotRoutedError(Exception):
         self.operation = operation
 
 
-def routed_term(trace: Trace, frame: Frame, call: Call, terms: Terms) -> int:
+def routed_term(trace: Trace, frame: Frame, call: RoutedCall, terms: Terms) -> int:
     """The term of a call.
 
     Raises:
         NotRoutedError: its result isn't such a sum, or nothing shows that it is.
     """
-    return _Reader(trace, call, terms).read(frame)
+    return _RoutedReader(trace, call, terms).read(frame)
 
 
-class _Reader:
+class _RoutedReader:
     """Reads one record."""
 
-    def __init__(self, trace: Trace, call: Call, terms: Terms) -> None:
+    def __init__(self, trace: Trace, call: RoutedCall, terms: Terms) -> None:
         self.values, self.call, self.terms = trace.values, call, terms
         self.token_count, self.choice_count = self.values[call.chosen].shape
         self.pair_count = self.token_count * self.choice_count
@@ -112,7 +112,7 @@ class _Reader:
     def note_constant(self, value: int, numbers: Tensor) -> None:
         """A number, or the places of all pairs; nothing else that the model made of Python's numbers is known."""
         if not numbers.dim():
-            self.known[value] = Rows("any", self.terms.of("number", str(numbers.dtype), numbers.item(), shape=()))
+            self.known[value] = TermRows("any", self.terms.of("number", str(numbers.dtype), numbers.item(), shape=()))
         elif numbers.dtype is torch.int64 and torch.equal(numbers, torch.arange(self.pair_count)):
             self.known[value] = Order("all")
 
@@ -131,12 +131,12 @@ class _Reader:
         self.body(frame)
         (leaving,) = frame.exits
         made = self.known.get(leaving.source)
-        alone = self.choice_count == 1 and isinstance(made, Rows) and made.space == "pairs"
-        if isinstance(made, Part) and made.experts >= self.hit:
+        alone = self.choice_count == 1 and isinstance(made, TermRows) and made.space == "pairs"
+        if isinstance(made, TermPart) and made.experts >= self.hit:
             made = Total(made.term)
         if not (isinstance(made, Total) or alone) or self.shape(leaving.source)[0] != self.token_count:
             raise NotRoutedError("its result isn't known to be a sum over the chosen experts")
-        assert isinstance(made, (Total, Rows))
+        assert isinstance(made, (Total, TermRows))
         return made.term
 
     def body(self, frame: Frame) -> None:
@@ -183,9 +183,9 @@ class _Reader:
             return (self.found[space],)
         return (self.token_count,) if space == "tokens" else (self.pair_count,)
 
-    def rows(self, name: Space, term: int, shape: Shape) -> Rows:
+    def rows(self, name: Space, term: int, shape: Shape) -> TermRows:
         space = self.space(name)
-        return Rows(space, self.terms.reshaped(term, shape[self.lead(space) :]))
+        return TermRows(space, self.terms.reshaped(term, shape[self.lead(space) :]))
 
     def written(self, node: Operation) -> set[int]:
         given = (a for place in schema_mutates(node.target) for a in node.arguments[place : place + 1])
@@ -218,11 +218,11 @@ class _Reader:
         same = self.values[node.inputs[0]].dtype == self.values[made].dtype
         if node.is_a("alias", "copy") or (node.is_a("cast") and same):
             return [kind]
-        if node.is_a("detach") and not isinstance(kind, (Rows, Total, Stack)):
+        if node.is_a("detach") and not isinstance(kind, (TermRows, Total, Stack)):
             return [kind]
         if node.is_a("reshape", "strided reshape", "unsqueeze", "squeeze"):
             return self.reshaped(kind, before, after)
-        if not node.is_a("expand") or not isinstance(kind, Rows):
+        if not node.is_a("expand") or not isinstance(kind, TermRows):
             return None
         if before == after:
             return [kind]
@@ -241,7 +241,7 @@ class _Reader:
             return [Own(kind.expert, self.terms.reshaped(kind.term, after))]
         if isinstance(kind, (Order, Counts)):
             return [kind] if before == after else None
-        if not isinstance(kind, (Rows, Numbers)):
+        if not isinstance(kind, (TermRows, Numbers)):
             return None
         if kind.space == "any":
             return None
@@ -279,8 +279,8 @@ class _Reader:
             whole = self.shape(node.inputs[0]) == self.shape(node.inputs[2])  # each row is written, once
             if whole and held in (Order("all"), Range(self.pair_count)):
                 return [Order("inverse", place.sort)]
-            if whole and isinstance(held, Rows) and held.space == f"sorted {place.sort}":
-                return [Rows("pairs", held.term)]
+            if whole and isinstance(held, TermRows) and held.space == f"sorted {place.sort}":
+                return [TermRows("pairs", held.term)]
         return None
 
     def sorted(self, node: Operation, kind: Kind) -> list[Kind | None] | None:
@@ -322,7 +322,12 @@ class _Reader:
             parts: dict[str, Kind] = {"tokens": Found(kind.expert, "tokens"), "choices": Found(kind.expert, "choices")}
             return [parts[dim] for dim in kind.dims] if kind.what == "places" else None
         places = [other for other in kinds[1:] if isinstance(other, Found)]
-        if node.name != "aten.index.Tensor" or not isinstance(kind, Rows) or not places or len(places) < len(kinds) - 1:
+        if (
+            node.name != "aten.index.Tensor"
+            or not isinstance(kind, TermRows)
+            or not places
+            or len(places) < len(kinds) - 1
+        ):
             return None
         wanted = {"tokens": [["tokens"]], "choices": [["tokens", "choices"]]}.get(
             kind.space, [["tokens"], ["tokens", "choices"]] if kind.space == self.space("tokens") else []
@@ -331,7 +336,7 @@ class _Reader:
         if not same or [place.what for place in places] not in wanted:
             return None
         after = self.shape(self.output(node))
-        return [Rows(f"of {places[0].expert}", self.terms.reshaped(kind.term, after[1:]))]
+        return [TermRows(f"of {places[0].expert}", self.terms.reshaped(kind.term, after[1:]))]
 
     def one_hot(self, node: Operation, kinds: list[Kind]) -> list[Kind | None] | None:
         """Which numbers were chosen where, and which anywhere: those that weren't have no pairs."""
@@ -367,30 +372,32 @@ class _Reader:
             return [Own(number, self.own(kind))] if arguments[1] == 0 and 0 <= number < self.call.count else None
         if isinstance(kind, Own) and len(kinds) == 1 and node.is_a("transposition"):
             (made,) = self.outputs(node, "any", self.inner(node, 0), [kind.term], 0)
-            assert isinstance(made, Rows)
+            assert isinstance(made, TermRows)
             return [Own(kind.expert, made.term)]
         shown = [type(held) for held in kinds]
-        products = {"aten.mm.default": [Rows, Own], "aten.addmm.default": [Own, Rows, Own]}
+        products = {"aten.mm.default": [TermRows, Own], "aten.addmm.default": [Own, TermRows, Own]}
         if products.get(node.name) == shown:
-            (rows,) = (held for held in kinds if isinstance(held, Rows))
+            (rows,) = (held for held in kinds if isinstance(held, TermRows))
             experts = {f"of {held.expert}" for held in kinds if isinstance(held, Own)}
             bias = len(kinds) == 2 or len(self.shape(node.inputs[0])) == 1
             if experts != {rows.space} or not bias:
                 return None
             signature = (arguments, tuple(sorted(node.keywords.items())))
-            return self.outputs(node, rows.space, signature, [h.term for h in kinds if isinstance(h, (Rows, Own))], 1)
-        if node.name not in _ADDS or shown not in ([Blank, Found, Rows], [Part, Found, Rows]):
+            return self.outputs(
+                node, rows.space, signature, [h.term for h in kinds if isinstance(h, (TermRows, Own))], 1
+            )
+        if node.name not in _ADDS or shown not in ([Blank, Found, TermRows], [TermPart, Found, TermRows]):
             return None
         into, place, rows = kinds
-        assert isinstance(place, Found) and isinstance(rows, Rows)
+        assert isinstance(place, Found) and isinstance(rows, TermRows)
         fits = self.shape(node.inputs[0]) == (self.token_count, *self.shape(node.inputs[2])[1:])
         plain = arguments[1:2] == (0,) and len(arguments) == 4 and not node.keywords and place.what == "tokens"
         if not fits or not plain or rows.space != f"of {place.expert}":
             return None
-        if isinstance(into, Part):
+        if isinstance(into, TermPart):
             fresh = into.term == rows.term and place.expert not in into.experts
-            return [Part(rows.term, into.experts | {place.expert})] if fresh else None
-        return [Part(rows.term, frozenset({place.expert}))] if into == Blank(zeros=True) else None
+            return [TermPart(rows.term, into.experts | {place.expert})] if fresh else None
+        return [TermPart(rows.term, frozenset({place.expert}))] if into == Blank(zeros=True) else None
 
     def multiplied(self, node: Operation, kinds: list[Kind]) -> list[Kind | None] | None:
         """Products of sorted rows with their experts' matrices, and of pairs of matrices."""
@@ -399,15 +406,15 @@ class _Reader:
             plain = len(node.arguments) == 3 and not node.keywords
             if not plain and not (len(node.arguments) == 2 and set(node.keywords) == {"offs"}):
                 return None
-            if not isinstance(rows, Rows) or not isinstance(stack, Stack) or ends != Counts(ends=True):
+            if not isinstance(rows, TermRows) or not isinstance(stack, Stack) or ends != Counts(ends=True):
                 return None
             if not rows.space.startswith("sorted") or len(self.shape(node.inputs[0])) != 2:
                 return None
             return [self.named(node, "grouped product", rows.space, ("own", rows.term), ("own", stack.term))]
-        if node.name == "aten.bmm.default" and all(isinstance(kind, Rows) for kind in kinds):
-            spaces = {kind.space for kind in kinds if isinstance(kind, Rows)}
+        if node.name == "aten.bmm.default" and all(isinstance(kind, TermRows) for kind in kinds):
+            spaces = {kind.space for kind in kinds if isinstance(kind, TermRows)}
             if len(spaces) == 1 and self.lead(next(iter(spaces))) == 1 and "any" not in spaces:
-                held = [("own", kind.term) for kind in kinds if isinstance(kind, Rows)]
+                held = [("own", kind.term) for kind in kinds if isinstance(kind, TermRows)]
                 return [self.named(node, node.name, spaces.pop(), *held)]
         return None
 
@@ -422,16 +429,16 @@ class _Reader:
         after = self.shape(self.output(node))
         if isinstance(held, Stack) and isinstance(place, Numbers):
             lead = self.lead(place.space)
-            return [Rows(place.space, self.terms.reshaped(self.own(held), after[lead:]))]
+            return [TermRows(place.space, self.terms.reshaped(self.own(held), after[lead:]))]
         if not isinstance(place, Order):
             return None
-        if isinstance(held, Rows):
+        if isinstance(held, TermRows):
             if held.space == "tokens" and place.kind == "tokens":
-                return [Rows(f"sorted {place.sort}", held.term)]
+                return [TermRows(f"sorted {place.sort}", held.term)]
             if held.space == "pairs" and place.kind == "sorted":
-                return [Rows(f"sorted {place.sort}", held.term)]
+                return [TermRows(f"sorted {place.sort}", held.term)]
             if held.space == f"sorted {place.sort}" and place.kind == "inverse":
-                return [Rows("pairs", held.term)]
+                return [TermRows("pairs", held.term)]
         if held == Numbers("pairs") and place.kind == "sorted":
             return [Numbers(f"sorted {place.sort}")]
         return None
@@ -442,7 +449,7 @@ class _Reader:
 
     def summed(self, node: Operation, kinds: list[Kind]) -> list[Kind | None] | None:
         """The sum over a token's choices, and what may be done to that."""
-        if node.name == "aten.sum.dim_IntList" and isinstance(kinds[0], Rows) and not node.keywords:
+        if node.name == "aten.sum.dim_IntList" and isinstance(kinds[0], TermRows) and not node.keywords:
             given: tuple[int, ...] = node.arguments[1] or ()
             dims = [dim % len(self.shape(node.inputs[0])) for dim in given]
             kept = len(node.arguments) > 2 and node.arguments[2]
@@ -458,13 +465,13 @@ class _Reader:
                 return None
             into_tokens = isinstance(place, Order) and place.kind == ("sorted" if self.choice_count == 1 else "tokens")
             fits = self.shape(node.inputs[0]) == (self.token_count, *self.shape(node.inputs[2])[1:])
-            if into == Blank(zeros=True) and into_tokens and fits and isinstance(rows, Rows):
+            if into == Blank(zeros=True) and into_tokens and fits and isinstance(rows, TermRows):
                 assert isinstance(place, Order)
                 return [Total(rows.term)] if rows.space == f"sorted {place.sort}" else None
         if len(kinds) == 1 and isinstance(kinds[0], Total) and node.name == "aten._to_copy.default":
             signature = (node.arguments, tuple(sorted(node.keywords.items())))
             (made,) = self.outputs(node, "any", signature, [kinds[0].term], 1)
-            assert isinstance(made, Rows)
+            assert isinstance(made, TermRows)
             return [Total(made.term)]
         return None
 
@@ -476,14 +483,14 @@ class _Reader:
             if signature is None:
                 return None
             (made,) = self.outputs(node, "stacks", signature, [kinds[0].term], 1)
-            assert isinstance(made, Rows)
+            assert isinstance(made, TermRows)
             return [Stack(made.term)]
-        if operator is None or not all(isinstance(kind, (Rows, Own)) for kind in kinds):
+        if operator is None or not all(isinstance(kind, (TermRows, Own)) for kind in kinds):
             return None
         rows = [
-            Rows(f"of {kind.expert}", kind.term) if isinstance(kind, Own) else kind
+            TermRows(f"of {kind.expert}", kind.term) if isinstance(kind, Own) else kind
             for kind in kinds
-            if isinstance(kind, (Rows, Own))
+            if isinstance(kind, (TermRows, Own))
         ]
         spaces = {kind.space for kind in rows} - {"any"}
         if len(spaces) != 1 or node.name in _BLANKS:
@@ -552,13 +559,13 @@ class _Reader:
             term = self.terms.of(
                 node.name, refer(signature), place, value.differentiable, str(value.dtype), shape=value.shape[lead:]
             )
-            made.append(Rows(space, term))
+            made.append(TermRows(space, term))
         return made
 
-    def named(self, node: Operation, name: str, space: Space, *terms: tuple[str, int]) -> Rows:
+    def named(self, node: Operation, name: str, space: Space, *terms: tuple[str, int]) -> TermRows:
         value = self.values[self.output(node)]
         made = (name, terms, value.differentiable, str(value.dtype))
-        return Rows(space, self.terms.of(*made, shape=value.shape[1:]))
+        return TermRows(space, self.terms.of(*made, shape=value.shape[1:]))
 
 
-__all__ = ["Call", "NotRoutedError", "routed_term"]
+__all__ = ["NotRoutedError", "RoutedCall", "routed_term"]

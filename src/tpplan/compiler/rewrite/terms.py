@@ -14,7 +14,7 @@ Space = str  # "tokens", "choices", "pairs", "sorted 1" for the first sort, "of 
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TermRows:
     """A row for each token, choice or pair; `term` says what of that is in it."""
 
     space: Space
@@ -107,14 +107,14 @@ class Own:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TermPart:
     """As `Total`, of the choices of these experts alone."""
 
     term: int
     experts: frozenset[int]
 
 
-Kind = Rows | Numbers | Order | Counts | Stack | Blank | Total | Found | Own | Part | Range | OneHot | Hits
+Kind = TermRows | Numbers | Order | Counts | Stack | Blank | Total | Found | Own | TermPart | Range | OneHot | Hits
 
 
 @dataclass(slots=True)
@@ -141,6 +141,21 @@ class Terms:
 
 
 __all__ = [
-    "Blank", "Counts", "Found", "Hits", "Kind", "Numbers", "OneHot", "Order", "Own", "Part", "Range", "Rows", "Shape",
-    "Space", "Stack", "Terms", "Total",
+    "Blank",
+    "Counts",
+    "Found",
+    "Hits",
+    "Kind",
+    "Numbers",
+    "OneHot",
+    "Order",
+    "Own",
+    "Range",
+    "Shape",
+    "Space",
+    "Stack",
+    "TermPart",
+    "TermRows",
+    "Terms",
+    "Total",
 ]  # fmt: skip

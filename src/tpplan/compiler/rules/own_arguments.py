@@ -17,9 +17,9 @@ from dataclasses import replace
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.trace import Operation, Value
 from tpplan.compiler.rules.convolution import GROUPS, local_groups
-from tpplan.compiler.rules.declared import with_local_sizes
 from tpplan.compiler.rules.group_norm import CHANNELS, local_sizes
 from tpplan.compiler.rules.group_norm import GROUPS as GROUPS_OF_NORM
+from tpplan.compiler.rules.users_operators import with_local_sizes
 from tpplan.ops.declared import rule_of
 
 

@@ -41,12 +41,12 @@ from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Reference
 from tpplan.compiler.rules import packed
 from tpplan.compiler.rules.classes import class_layouts, sums_rows
-from tpplan.compiler.rules.declared import layouts_by_rules, rules_of
 from tpplan.compiler.rules.extremes import extremes, ways_to_compare
 from tpplan.compiler.rules.gradient import gradient_layouts
 from tpplan.compiler.rules.kept import kept_layouts
 from tpplan.compiler.rules.moves import averages, may_move, ways_to_move
 from tpplan.compiler.rules.slices import ways_to_slice
+from tpplan.compiler.rules.users_operators import layouts_by_rules, rules_of
 from tpplan.ops.declared import registering
 from tpplan.ops.dim_map import with_dims_from_the_front
 from tpplan.ops.issued import MM, RULED_AS

@@ -30,6 +30,7 @@ from tpplan.compat.modules import named_modules, own_parameters
 from tpplan.compiler.ir.class_functions import LOSSES
 from tpplan.compiler.ir.class_reductions import GATHER
 from tpplan.compiler.ir.hidden import hidden_tensors, is_plain
+from tpplan.compiler.ir.kept_tensors import is_wrapper, wrapper_on_meta
 from tpplan.compiler.ir.objects import fresh_object, is_object, note_alike
 from tpplan.compiler.ir.pytree import Walk, leaves, tensors_in, tensors_of, with_items, with_tensors
 from tpplan.compiler.ir.steps import Heard
@@ -45,20 +46,19 @@ from tpplan.compiler.ir.trace import (
     Trace,
     quoted,
 )
-from tpplan.compiler.ir.wrappers import is_wrapper, wrapper_on_meta
 from tpplan.compiler.trace.backward import record_backwards
 from tpplan.compiler.trace.chance import own_generators
 from tpplan.compiler.trace.constants import ConstantWatcher
 from tpplan.compiler.trace.effects import held_tensors
 from tpplan.compiler.trace.gradient_flow import complete_gradients, unanswered
-from tpplan.compiler.trace.hooks import note_module_hooks
+from tpplan.compiler.trace.gradient_hooks import note_module_hooks
+from tpplan.compiler.trace.left_state import Slot, changes, slots_of, told
 from tpplan.compiler.trace.noted import PackedSequencesError, UnfollowedError
 from tpplan.compiler.trace.recorder import OpenFrame, Recorder
 from tpplan.compiler.trace.sequel import Sequel
 from tpplan.compiler.trace.skeleton import Skeleton
-from tpplan.compiler.trace.state import Slot, changes, slots_of, told
 from tpplan.compiler.trace.surroundings import Surroundings, cached_tensors
-from tpplan.compiler.trace.wrapped import Wrapped
+from tpplan.compiler.trace.tensor_classes import Wrapped
 from tpplan.state.ambient import noting_settings
 
 _TABLES = frozenset(("_parameters", "_buffers", "_modules"))

@@ -26,11 +26,11 @@ from tpplan.compiler.ir.trace import Cut
 from tpplan.compiler.trace.counts import SPLITS, with_counted
 from tpplan.compiler.trace.decomposed import decomposed
 from tpplan.compiler.trace.device import NOTHING, DeviceView
-from tpplan.compiler.trace.flex import record_flex_attention
-from tpplan.compiler.trace.hooks import note_tensor_hook
-from tpplan.compiler.trace.inner_gradient import record_gradient
+from tpplan.compiler.trace.flex_calls import record_flex_attention
+from tpplan.compiler.trace.gradient_hooks import note_tensor_hook
 from tpplan.compiler.trace.noted import UnfollowedError
 from tpplan.compiler.trace.recorder import Recorder
+from tpplan.compiler.trace.taken_gradients import record_gradient
 from tpplan.state.ambient import RECORDING
 
 _SET_DATA: Any = Tensor.data.__set__  # pyright: ignore

@@ -23,7 +23,7 @@ from tpplan.compiler.trace.choices import found_count
 SPLITS: frozenset[Any] = frozenset((Tensor.split, torch.split))  # pyright: ignore
 
 
-class Count:
+class RowCount:
     """One of the numbers, which isn't known."""
 
     def __init__(self, refuse: Callable[[], Exception]) -> None:
@@ -48,7 +48,7 @@ def with_counted(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple
     """The arguments of a split with numbers for its counts; None if it is by none."""
     name = next((name for name in ("split_size_or_sections", "split_size") if name in keywords), None)
     sizes = keywords[name] if name is not None else args[1]
-    if not isinstance(sizes, (list, tuple)) or not any(isinstance(size, Count) for size in sizes):  # pyright: ignore
+    if not isinstance(sizes, (list, tuple)) or not any(isinstance(size, RowCount) for size in sizes):  # pyright: ignore
         return None
     tensor = keywords.get("tensor", args[0] if args else None)
     dim = keywords.get("dim", args[2] if len(args) > 2 else 0)
@@ -74,4 +74,4 @@ def _is_indivisible(count: int) -> bool:
     return count == 1 or (count > 2 and found_count(count) == count)
 
 
-__all__ = ["SPLITS", "Count", "is_counts", "shared_out", "with_counted"]
+__all__ = ["SPLITS", "RowCount", "is_counts", "shared_out", "with_counted"]

@@ -23,7 +23,7 @@ from torch import Tensor
 from tpplan.compat.modes import Unwatched
 from tpplan.compat.schemas import OpOverload, is_random, schema_mutates, schema_returns_view
 from tpplan.compat.tensors import storage_key
-from tpplan.compiler.ir.facts import Computed, Facts, Read, Slot, on, replaced, results_of
+from tpplan.compiler.ir.facts import ComputedFact, Facts, FactSlot, Read, on, replaced, results_of
 from tpplan.compiler.ir.trace import Geometry, Path
 from tpplan.ops.registry import UNSET
 
@@ -46,7 +46,7 @@ class Known:
         self._alive: list[Tensor] = []  # by slot; ids are only unique while their objects live
         self._made: set[int] = set()  # slots of what operations have made
         self._borrowed: set[int] = set()  # memory of the example's own
-        self._steps: list[Computed | Read] = []
+        self._steps: list[ComputedFact | Read] = []
 
     def __contains__(self, value: int) -> bool:
         return value in self._numbers
@@ -142,7 +142,7 @@ class Known:
         inner = replaced(real_args, self._referred)
         named = {name: replaced(item, self._referred) for name, item in real_keywords.items()}
         slots = tuple(self._slot(item, True) if isinstance(item, Tensor) else None for item in results)
-        self._steps.append(Computed(func, inner, named, slots))
+        self._steps.append(ComputedFact(func, inner, named, slots))
         return results
 
     def note(self, inputs: Sequence[int], values: Sequence[int | None], results: Sequence[Any]) -> None:
@@ -182,7 +182,7 @@ class Known:
         """All that was read, with the operations that lead to it, and no others."""
         memory = [storage_key(tensor) for tensor in self._alive]
         needed: set[int] = set()
-        kept: list[Computed | Read] = []
+        kept: list[ComputedFact | Read] = []
         for step in reversed(self._steps):
             if isinstance(step, Read):
                 needed.add(memory[step.slot])
@@ -198,7 +198,7 @@ class Known:
         written = {
             memory[n]
             for step in steps
-            if isinstance(step, Computed) and schema_mutates(step.target)
+            if isinstance(step, ComputedFact) and schema_mutates(step.target)
             for n in step.results
             if n is not None
         }
@@ -215,15 +215,15 @@ class Known:
         return number
 
     def _referred(self, item: Any) -> Any:
-        return Slot(self._slot(item)) if isinstance(item, Tensor) else item
+        return FactSlot(self._slot(item)) if isinstance(item, Tensor) else item
 
 
-def _used_by(step: Computed | Read) -> list[int]:
+def _used_by(step: ComputedFact | Read) -> list[int]:
     return [step.slot] if isinstance(step, Read) else _slots_in((step.arguments, *step.keywords.values()))
 
 
 def _slots_in(items: Any) -> list[int]:
-    if isinstance(items, Slot):
+    if isinstance(items, FactSlot):
         return [items.number]
     return [number for item in items for number in _slots_in(item)] if isinstance(items, (list, tuple)) else []  # pyright: ignore
 

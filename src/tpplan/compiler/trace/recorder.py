@@ -35,6 +35,7 @@ from tpplan.compat.schemas import (
     written_values,
 )
 from tpplan.compat.tensors import storage_key
+from tpplan.compiler.ir.kept_tensors import is_wrapper
 from tpplan.compiler.ir.objects import note_alike
 from tpplan.compiler.ir.trace import (
     Assumption,
@@ -48,7 +49,6 @@ from tpplan.compiler.ir.trace import (
     Value,
     operator_name,
 )
-from tpplan.compiler.ir.wrappers import is_wrapper
 from tpplan.compiler.trace.chance import TORCH, Chances
 from tpplan.compiler.trace.choices import (
     choices_of,
@@ -57,10 +57,10 @@ from tpplan.compiler.trace.choices import (
     has_boolean_rows,
     with_numbered_rows,
 )
-from tpplan.compiler.trace.counts import Count, is_counts
-from tpplan.compiler.trace.draws import is_draw
+from tpplan.compiler.trace.counts import RowCount, is_counts
 from tpplan.compiler.trace.known import Known
 from tpplan.compiler.trace.noted import Aside, NotedFunction, NotedHook, OpenFrame, UnfollowedError
+from tpplan.compiler.trace.random_draws import is_draw
 from tpplan.compiler.trace.statistics import statistic_of
 from tpplan.ops.registry import has_role, lookup
 
@@ -658,14 +658,14 @@ class Recorder(RecordingMode):
         """
         return 1
 
-    def counts_of(self, tensor: Tensor) -> list[Count] | None:
+    def counts_of(self, tensor: Tensor) -> list[RowCount] | None:
         """What a body is told of numbers that aren't known and may count rows; None if they are known, or may not."""
         value = self.value_of(tensor)
         if self.known is None or value in self.known or self.known.absent.get(value) or not is_counts(tensor):
             return None
         self.note_found()
         self._note_read([value], "counts")
-        return [Count(self._refuse_count) for _ in range(len(tensor))]
+        return [RowCount(self._refuse_count) for _ in range(len(tensor))]
 
     def _refuse_count(self) -> DataDependentError:
         error = self.refuse_value()

@@ -1,7 +1,7 @@
 """Sequel: whether the calls after a recorded one run the same operations.
 
 in:  a skeleton after it was recorded, what it held before, and how to record one
-out: whether later calls run other operations; a `StateError` if that goes on changing
+out: whether later calls run other operations; a `LeftStateError` if that goes on changing
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from tpplan.compat.modules import named_modules
 from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace, Value
+from tpplan.compiler.trace.left_state import LeftStateError, State, changes, described, slots_of, watch
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.skeleton import Skeleton, make_skeleton
-from tpplan.compiler.trace.state import State, StateError, changes, described, slots_of, watch
 from tpplan.compiler.trace.surroundings import Surroundings
 
 Record = Callable[[Skeleton, Recorder | None], tuple[Trace, Recorder]]
@@ -61,7 +61,7 @@ def sequel(trace: Trace, used: nn.Module, before: State, around: Surroundings, r
     try:
         second = record(skeleton, None)[0]
     except Exception as error:
-        raise StateError(
+        raise LeftStateError(
             f"a second call fails, as the first has changed `{changed[0]}`: {error}", changed[0]
         ) from error
     same = shown(trace) == shown(second)
@@ -89,17 +89,17 @@ def _refuse_steering(trace: Trace, model: nn.Module, names: set[str], around: Su
         third, recorder = record(skeleton, recorder)
         differs = shown(trace) != shown(third, recorder.blurred)
     except Exception as error:
-        raise StateError(
+        raise LeftStateError(
             f"it reads `{(read or [first])[0]}`, which changes with each call", (read or [first])[0]
         ) from error
     if recorder.steering:
-        raise StateError(
+        raise LeftStateError(
             f"it reads the value of `{first}` at {recorder.steering[0]}, which changes with each call", first
         )
     if read:
-        raise StateError(f"it reads `{read[0]}`, which changes with each call", read[0])
+        raise LeftStateError(f"it reads `{read[0]}`, which changes with each call", read[0])
     if differs:
-        raise StateError(f"`{first}` changes with each call, and other operations run after it", first)
+        raise LeftStateError(f"`{first}` changes with each call, and other operations run after it", first)
 
 
 def without_records(model: nn.Module) -> nn.Module:

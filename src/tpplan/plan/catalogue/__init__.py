@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tpplan.plan.catalogue.entry import Entry, Severity
+from tpplan.plan.catalogue.entry import CatalogueEntry, Severity
 from tpplan.plan.catalogue.exchange_codes import EXCHANGE_CODES
 from tpplan.plan.catalogue.file_codes import FILE_CODES
 from tpplan.plan.catalogue.layout_codes import LAYOUT_CODES
@@ -18,6 +18,6 @@ _ENTRIES = sorted(
     key=lambda entry: entry.code,
 )
 
-CATALOGUE: Final[dict[str, Entry]] = {entry.code: entry for entry in _ENTRIES}
+CATALOGUE: Final[dict[str, CatalogueEntry]] = {entry.code: entry for entry in _ENTRIES}
 
-__all__ = ["CATALOGUE", "Entry", "Severity"]
+__all__ = ["CATALOGUE", "CatalogueEntry", "Severity"]

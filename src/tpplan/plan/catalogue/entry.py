@@ -15,7 +15,7 @@ class Severity(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CatalogueEntry:
     """One diagnostic code. A code's meaning never changes, and a retired code is never used again.
 
     Attributes:

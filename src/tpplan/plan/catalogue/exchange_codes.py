@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from tpplan.plan.catalogue.entry import Entry, Severity
+from tpplan.plan.catalogue.entry import CatalogueEntry, Severity
 
-EXCHANGE_CODES: Final[tuple[Entry, ...]] = (
-    Entry(
+EXCHANGE_CODES: Final[tuple[CatalogueEntry, ...]] = (
+    CatalogueEntry(
         code="TP210",
         name="no-style",
         severity=Severity.ERROR,
@@ -22,7 +22,7 @@ a pattern with `**`, or with a `*` inside of a segment, can't be said either.
         bad="$ tpplan export gpt2 --to transformers",
         good="$ tpplan export llama --to transformers",
     ),
-    Entry(
+    CatalogueEntry(
         code="TP211",
         name="layers-differ",
         severity=Severity.ERROR,
@@ -45,7 +45,7 @@ modules:
   model.layers.*.mlp.down_proj: rowwise
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP212",
         name="left-out",
         severity=Severity.NOTE,
@@ -57,7 +57,7 @@ them: its `sequence_parallel` is for a norm whose caller has split the sequence.
         bad="$ tpplan export llama-sequence --to transformers",
         good="$ tpplan export llama --to transformers",
     ),
-    Entry(
+    CatalogueEntry(
         code="TP213",
         name="exported-unproved",
         severity=Severity.WARNING,
@@ -70,7 +70,7 @@ heads, layers that aren't linear layers of torch, and results that have to be ga
         bad="$ tpplan export my.yaml --to transformers",
         good="$ tpplan export my.yaml --to transformers --model ./checkpoint",
     ),
-    Entry(
+    CatalogueEntry(
         code="TP214",
         name="not-for-all-readers",
         severity=Severity.NOTE,
@@ -83,7 +83,7 @@ expects split input then fails.
         bad="$ tpplan export phi3 --to transformers",
         good="$ tpplan export llama --to transformers",
     ),
-    Entry(
+    CatalogueEntry(
         code="TP215",
         name="no-autotp-config",
         severity=Severity.ERROR,
@@ -100,7 +100,7 @@ expects split input then fails.
   {"patterns": [".*\\\\.(q|k|v|up|gate)_proj\\\\.weight$"], "partition_type": "column"}]}}}
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP216",
         name="autotp-entry",
         severity=Severity.ERROR,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from tpplan.plan.catalogue.entry import Entry, Severity
+from tpplan.plan.catalogue.entry import CatalogueEntry, Severity
 
-FILE_CODES: Final[tuple[Entry, ...]] = (
-    Entry(
+FILE_CODES: Final[tuple[CatalogueEntry, ...]] = (
+    CatalogueEntry(
         code="TP001",
         name="yaml-syntax",
         severity=Severity.ERROR,
@@ -29,7 +29,7 @@ modules:
   "**.o_proj": rowwise
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP002",
         name="duplicate-key",
         severity=Severity.ERROR,
@@ -50,7 +50,7 @@ modules:
   lm_head: colwise
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP010",
         name="extends-not-found",
         severity=Severity.ERROR,
@@ -72,7 +72,7 @@ modules:
   lm_head: none
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP011",
         name="extends-cycle",
         severity=Severity.ERROR,
@@ -90,7 +90,7 @@ version: 1
 extends: base.yaml
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP015",
         name="file-too-large",
         severity=Severity.ERROR,
@@ -102,7 +102,7 @@ module in every layer at once: `model.layers.*.mlp.up_proj`. Check that this is 
         bad="$ tpplan validate model.safetensors",
         good="$ tpplan validate plans/llama.yaml",
     ),
-    Entry(
+    CatalogueEntry(
         code="TP016",
         name="too-many-aliases",
         severity=Severity.ERROR,
@@ -122,7 +122,7 @@ modules:
   lm_head: {style: colwise}
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP017",
         name="not-utf8",
         severity=Severity.ERROR,
@@ -134,7 +134,7 @@ UTF-8, or check that it's a plan at all.
         bad="$ tpplan validate plan-in-latin-1.yaml",
         good="$ iconv -f latin1 -t utf-8 plan-in-latin-1.yaml > plan.yaml",
     ),
-    Entry(
+    CatalogueEntry(
         code="TP018",
         name="yaml-tag",
         severity=Severity.ERROR,
@@ -154,7 +154,7 @@ modules:
   lm_head: colwise
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP019",
         name="file-not-readable",
         severity=Severity.ERROR,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from tpplan.plan.catalogue.entry import Entry, Severity
+from tpplan.plan.catalogue.entry import CatalogueEntry, Severity
 
-LAYOUT_CODES: Final[tuple[Entry, ...]] = (
-    Entry(
+LAYOUT_CODES: Final[tuple[CatalogueEntry, ...]] = (
+    CatalogueEntry(
         code="TP101",
         name="style-mismatch",
         severity=Severity.ERROR,
@@ -28,7 +28,7 @@ modules:
   model.layers.*.self_attn.{q,k,v}_proj: colwise
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP102",
         name="not-divisible",
         severity=Severity.ERROR,
@@ -42,7 +42,7 @@ heads as ranks, as many features, and as many queries for each key head. Use few
         bad="$ tpplan validate gpt2 --model hf:gpt2 --tp 16",
         good="$ tpplan validate gpt2 --model hf:gpt2 --tp 8",
     ),
-    Entry(
+    CatalogueEntry(
         code="TP103",
         name="heads-not-divisible",
         severity=Severity.ERROR,
@@ -56,7 +56,7 @@ That needs a body which repeats keys for their queries, or leaves that to torch;
         bad="$ tpplan validate gpt2 --model hf:gpt2 --tp 16",
         good="$ tpplan validate gpt2 --model hf:gpt2 --tp 8",
     ),
-    Entry(
+    CatalogueEntry(
         code="TP104",
         name="gathered-colwise",
         severity=Severity.WARNING,
@@ -78,7 +78,7 @@ modules:
   lm_head: {style: colwise, output: replicate}
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP105",
         name="sliced-rowwise",
         severity=Severity.WARNING,
@@ -100,7 +100,7 @@ modules:
   model.layers.*.mlp.down_proj: rowwise
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP106",
         name="packed-projection",
         severity=Severity.ERROR,
@@ -123,7 +123,7 @@ modules:
   model.layers.*.mlp.down_proj: rowwise
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP109",
         name="shared-module-conflict",
         severity=Severity.ERROR,
@@ -134,7 +134,7 @@ Here two calls get inputs, or need results, in different layouts; the message na
 one placement, make the module `replicate`, or use a separate module for each call.
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP112",
         name="unsupported-module",
         severity=Severity.ERROR,
@@ -150,7 +150,7 @@ that says itself what operations on it compute, as torchao's quantised weights a
 doesn't hold for it. Leave the module `replicate`, or remove what's in the way first.
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP146",
         name="experts-not-whole",
         severity=Severity.ERROR,
@@ -179,7 +179,7 @@ modules:
   model.layers.*.mlp.experts: experts
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP147",
         name="exchange-inside",
         severity=Severity.WARNING,
@@ -207,7 +207,7 @@ modules:
   moe.experts.*.down: rowwise
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP148",
         name="experts-not-split",
         severity=Severity.NOTE,
@@ -218,7 +218,7 @@ experts make as many groups as the greatest number that divides both. Where that
 its experts whole. The rules inside are for axes with more ranks than that; nothing is wrong.
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP149",
         name="rule-without-effect",
         severity=Severity.ERROR,
@@ -242,7 +242,7 @@ modules:
   model.norm: sequence
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP150",
         name="kernel-unused",
         severity=Severity.WARNING,
@@ -270,7 +270,7 @@ kernels:
   rms_norm: auto
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP151",
         name="operator-claim",
         severity=Severity.ERROR,
@@ -287,7 +287,7 @@ tpplan.register_operator("my::softmax", "b h -> b h")     # each entry depends o
 tpplan.register_operator("my::softmax", "b h! -> b h!")
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP114",
         name="pin-not-satisfiable",
         severity=Severity.ERROR,
@@ -309,7 +309,7 @@ modules:
   model.rotary_emb: replicate
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP135",
         name="unknown-attribute",
         severity=Severity.ERROR,
@@ -330,7 +330,7 @@ modules:
   model.layers.*.self_attn: {style: replicate, local: [num_heads]}
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP120",
         name="no-rules-for-parameters",
         severity=Severity.NOTE,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from tpplan.plan.catalogue.entry import Entry, Severity
+from tpplan.plan.catalogue.entry import CatalogueEntry, Severity
 
-LOSS_CODES: Final[tuple[Entry, ...]] = (
-    Entry(
+LOSS_CODES: Final[tuple[CatalogueEntry, ...]] = (
+    CatalogueEntry(
         code="TP165",
         name="loss-of-what",
         severity=Severity.ERROR,
@@ -27,7 +27,7 @@ logits = model(ids).logits
 loss = tpplan.loss.cross_entropy(logits, labels, model=model)
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP166",
         name="class-call-changed",
         severity=Severity.ERROR,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from tpplan.plan.catalogue.entry import Entry, Severity
+from tpplan.plan.catalogue.entry import CatalogueEntry, Severity
 
-PROGRAM_CODES: Final[tuple[Entry, ...]] = (
-    Entry(
+PROGRAM_CODES: Final[tuple[CatalogueEntry, ...]] = (
+    CatalogueEntry(
         code="TP107",
         name="body-not-local",
         severity=Severity.ERROR,
@@ -30,7 +30,7 @@ modules:
   h.*.attn.c_attn: {style: colwise, packed: [q, k, v]}
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP108",
         name="already-parallel",
         severity=Severity.ERROR,
@@ -48,7 +48,7 @@ model = tpplan.parallelize(model, plan)
 model = tpplan.parallelize(model, plan)
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP110",
         name="capture-failed",
         severity=Severity.ERROR,
@@ -63,7 +63,7 @@ meta tensors, TorchScript and transforms of `torch.func` around modules can't be
 the same inputs without tpplan: they may not be what it accepts.
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP111",
         name="inputs-needed",
         severity=Severity.ERROR,
@@ -80,7 +80,7 @@ model = tpplan.parallelize(my_model, plan)
 model = tpplan.parallelize(my_model, plan, inputs=(torch.empty(2, 128, 512, device="meta"),))
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP113",
         name="in-place-mutation",
         severity=Severity.ERROR,
@@ -90,7 +90,7 @@ The value has one placement where it's written and another where it's read throu
 the view. Write the result to a new tensor, or keep the value whole with `replicate`.
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP115",
         name="mesh-mismatch",
         severity=Severity.ERROR,
@@ -106,7 +106,7 @@ model = tpplan.parallelize(model, plan, mesh=init_device_mesh("cuda", (8,), mesh
 model = tpplan.parallelize(model, plan, mesh=init_device_mesh("cuda", (8,), mesh_dim_names=("tp",)))
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP116",
         name="program-mismatch",
         severity=Severity.ERROR,
@@ -118,7 +118,7 @@ that iterates over a set of strings does so in another order in each process. Th
 ranks would exchange tensors, draw random numbers or add up in another order, the message says where.
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP117",
         name="unproved-call",
         severity=Severity.ERROR,
@@ -138,7 +138,7 @@ model = tpplan.parallelize(model, plan, inputs={"inputs_embeds": embeddings})
 model(inputs_embeds=embeddings)
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP118",
         name="uneven-sequence",
         severity=Severity.ERROR,
@@ -152,7 +152,7 @@ the plan can't be compiled without `sequence`. Pad the sequence to a multiple of
 parallelize with a plan without `sequence` styles.
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP119",
         name="randomness-mixed",
         severity=Severity.ERROR,
@@ -172,7 +172,7 @@ layer.activation_dropout = 0.0
 model = tpplan.parallelize(model, plan, inputs=inputs)
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP121",
         name="checkpoint-mismatch",
         severity=Severity.ERROR,
@@ -192,7 +192,7 @@ tpplan.load_weights(llama_8b, "Llama-3.2-1B")
 tpplan.load_weights(llama_1b, "Llama-3.2-1B")
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP122",
         name="model-reference",
         severity=Severity.ERROR,
@@ -205,7 +205,7 @@ Nothing is downloaded.
         bad="$ tpplan validate llama --model hf:lama --tp 8",
         good="$ tpplan validate llama --model hf:llama --tp 8",
     ),
-    Entry(
+    CatalogueEntry(
         code="TP123",
         name="nothing-to-shard",
         severity=Severity.ERROR,
@@ -219,7 +219,7 @@ says which it is.
         bad="$ tpplan suggest --model my_package.models:six_heads --tp 4",
         good="$ tpplan suggest --model my_package.models:six_heads --tp 2",
     ),
-    Entry(
+    CatalogueEntry(
         code="TP124",
         name="recorded-body",
         severity=Severity.NOTE,
@@ -245,7 +245,7 @@ class Attention(nn.Module):
         q = self.q(x).view(batch, length, -1, self.head_size)
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP125",
         name="part-with-the-caller",
         severity=Severity.NOTE,
@@ -256,7 +256,7 @@ Later calls of the model recognise them by their sizes, even if the caller has r
 them as they are. Only a caller that reads such a tensor itself sees less than the unsharded model would have stored.
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP126",
         name="single-head",
         severity=Severity.NOTE,
@@ -268,7 +268,7 @@ its product is computed, on every rank. That's correct, and usually cheap. A `re
 silences the note; a model with more heads splits them by the same `colwise` rule.
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP127",
         name="unaudited-operator",
         severity=Severity.ERROR,
@@ -280,7 +280,7 @@ runs on whole values only: write `output: replicate` for the module whose result
 leave out the rules of the module that calls it.
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP128",
         name="unproved-backward",
         severity=Severity.ERROR,
@@ -311,7 +311,7 @@ def forward(self, x):
     return self.down(torch.relu(Normalized.apply(self.up(x))))   # what leaves `up` can be gathered
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP129",
         name="state-between-calls",
         severity=Severity.ERROR,
@@ -336,7 +336,7 @@ class Model(nn.Module):
         return self.warm(x) if warm else self.cold(x)
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP130",
         name="changed-model",
         severity=Severity.ERROR,
@@ -357,7 +357,7 @@ model = peft.get_peft_model(model, adapter)
 model = tpplan.parallelize(model, plan)
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP131",
         name="departed-call",
         severity=Severity.ERROR,
@@ -384,7 +384,7 @@ def forward(self, x):
     return self.fast(x) if self.is_fast else self.exact(x)   # an attribute, set from outside
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP132",
         name="uneven-heads",
         severity=Severity.NOTE,
@@ -396,7 +396,7 @@ rank has more queries than need be, but the fullest has more than the mean, and 
 attention. The note tells by how much, and which numbers of ranks share the heads out evenly.
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP136",
         name="cannot-run",
         severity=Severity.ERROR,
@@ -416,7 +416,7 @@ def forward(self, x):
     return self.up(x)
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP137",
         name="bounded-search",
         severity=Severity.NOTE,
@@ -429,7 +429,7 @@ the round of the search that led to the program. A pin (`input` or `output`) on 
 compiler reports beside it that no layouts suit a body, one of the other ways might have: pin what you want there.
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP138",
         name="second-derivative",
         severity=Severity.ERROR,
@@ -451,7 +451,7 @@ class Penalized(nn.Module):
         return loss + gradient.pow(2).sum()
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP140",
         name="parts-of-a-parameter",
         severity=Severity.ERROR,
@@ -475,7 +475,7 @@ model = tpplan.parallelize(model, "plan.yaml")
 model.up.weight.data.mul_(2)
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP142",
         name="pickled-model",
         severity=Severity.ERROR,
@@ -492,7 +492,7 @@ torch.save(model, "model.pt")
 tpplan.save_weights(model, "folder")
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP143",
         name="unknown-initialization",
         severity=Severity.ERROR,
@@ -513,7 +513,7 @@ tpplan.init_weights(model)
 tpplan.init_weights(model, build=lambda: Model(layers=12))
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP144",
         name="other-stock-model",
         severity=Severity.ERROR,
@@ -531,7 +531,7 @@ tpplan.init_weights(model, build=lambda: Model(layers=12))     # the model has 2
 tpplan.init_weights(model, build=lambda: Model(layers=24))
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP145",
         name="ranks-initialize-apart",
         severity=Severity.ERROR,
@@ -550,7 +550,7 @@ tpplan.init_weights(model)
 torch.manual_seed(rank)
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP160",
         name="unreached-model",
         severity=Severity.ERROR,
@@ -570,7 +570,7 @@ model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_
 tpplan.parallelize(model, "plans/llama.yaml")
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP170",
         name="data-parallel-ranks",
         severity=Severity.ERROR,
@@ -590,7 +590,7 @@ mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
 model = DistributedDataParallel(tpplan.parallelize(model, plan, mesh["tp"]), device_mesh=mesh["dp"])
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP171",
         name="cut-parameter",
         severity=Severity.ERROR,
@@ -610,7 +610,7 @@ register_fsdp_forward_method(model, "encode")     # a method of the model that c
 vectors = model.encode(ids)
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP172",
         name="data-parallel-option",
         severity=Severity.ERROR,
@@ -629,7 +629,7 @@ model.register_comm_hook(None, bf16_compress_hook)
 fully_shard(model, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP173",
         name="late-gradient",
         severity=Severity.ERROR,
@@ -646,7 +646,7 @@ y = checkpoint(model.block, checkpoint(model.block, x, use_reentrant=True), use_
 y = checkpoint(model.block, checkpoint(model.block, x, use_reentrant=False), use_reentrant=False)
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP180",
         name="compiled-around",
         severity=Severity.ERROR,
@@ -669,7 +669,7 @@ def step(ids):
     return model(ids).logits.sum()
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP181",
         name="compiled-random",
         severity=Severity.ERROR,
@@ -688,7 +688,7 @@ model.train()
 model.compile()
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP182",
         name="compiled-around-fsdp",
         severity=Severity.ERROR,
@@ -709,7 +709,7 @@ for layer in model.layers:
     fully_shard(layer, mesh=mesh["dp"])
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP183",
         name="compiled-watched",
         severity=Severity.WARNING,
@@ -726,7 +726,7 @@ TPPLAN_DEBUG=1 torchrun --nproc-per-node=2 train.py    # which calls model.compi
 torchrun --nproc-per-node=2 train.py
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP184",
         name="compiled-record",
         severity=Severity.ERROR,
@@ -743,7 +743,7 @@ model.compile(fullgraph=True)
 model.compile()
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP185",
         name="compiled-class-call",
         severity=Severity.ERROR,
@@ -761,7 +761,7 @@ model.compile(fullgraph=True)        # a wrapper around the model whose forward 
 model.inner.compile(fullgraph=True)  # the module whose forward computes the loss
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP186",
         name="steering-numbers",
         severity=Severity.WARNING,
@@ -779,7 +779,7 @@ for batch in batches:                               # pictures of any size, anyw
 processor(images=images, text=text, max_pixels=512 * 512, min_pixels=512 * 512, padding="max_length")
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP190",
         name="loop-unaware",
         severity=Severity.ERROR,
@@ -798,7 +798,7 @@ accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2))
 model = accelerator.prepare(tpplan.parallelize(model, plan))
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP191",
         name="loop-option",
         severity=Severity.ERROR,
@@ -817,7 +817,7 @@ model = tpplan.parallelize(model, plan, mesh["tp"])
 Trainer(fully_shard(model, mesh=mesh["dp"]), TrainingArguments())
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP192",
         name="different-inputs",
         severity=Severity.ERROR,
@@ -837,7 +837,7 @@ dp = mesh["dp"]
 sampler = DistributedSampler(data, dp.size(), dp.get_local_rank())    # a part for each replica
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP193",
         name="optimizer-state",
         severity=Severity.ERROR,
@@ -854,7 +854,7 @@ torch.save(optimizer.optimizer.state_dict(), f"rank{rank}.pt")
 accelerator.save_state("folder")
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP199",
         name="internal-error",
         severity=Severity.ERROR,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from tpplan.plan.catalogue.entry import Entry, Severity
+from tpplan.plan.catalogue.entry import CatalogueEntry, Severity
 
-RULE_CODES: Final[tuple[Entry, ...]] = (
-    Entry(
+RULE_CODES: Final[tuple[CatalogueEntry, ...]] = (
+    CatalogueEntry(
         code="TP003",
         name="unknown-key",
         severity=Severity.ERROR,
@@ -30,7 +30,7 @@ modules:
   lm_head: {style: colwise, output: replicate}
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP004",
         name="wrong-type",
         severity=Severity.ERROR,
@@ -50,7 +50,7 @@ modules:
   lm_head: colwise
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP005",
         name="unknown-style",
         severity=Severity.ERROR,
@@ -72,7 +72,7 @@ modules:
   lm_head: colwise
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP006",
         name="unsupported-version",
         severity=Severity.ERROR,
@@ -92,7 +92,7 @@ modules:
   lm_head: colwise
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP007",
         name="missing-key",
         severity=Severity.ERROR,
@@ -110,7 +110,7 @@ modules:
   lm_head: {style: colwise, output: replicate}
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP008",
         name="empty-pattern",
         severity=Severity.ERROR,
@@ -130,7 +130,7 @@ modules:
   "**": replicate
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP009",
         name="bad-pattern",
         severity=Severity.ERROR,
@@ -151,7 +151,7 @@ modules:
   model.layers.0.mlp.up_proj: colwise
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP012",
         name="unmatched-pattern",
         severity=Severity.ERROR,
@@ -173,7 +173,7 @@ modules:
   model.layers.*.self_attn.q_proj: colwise
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP013",
         name="ambiguous-rules",
         severity=Severity.ERROR,
@@ -197,7 +197,7 @@ modules:
   model.layers.0.mlp.up_proj: replicate
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP014",
         name="shadowed-rule",
         severity=Severity.WARNING,
@@ -219,7 +219,7 @@ modules:
   model.layers.*.mlp.down_proj: rowwise
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP020",
         name="option-not-for-style",
         severity=Severity.ERROR,
@@ -239,7 +239,7 @@ modules:
   model.norm: sequence
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP021",
         name="invalid-value",
         severity=Severity.ERROR,
@@ -260,7 +260,7 @@ modules:
   lm_head: {style: colwise, output: replicate}
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP022",
         name="operator-rule",
         severity=Severity.ERROR,

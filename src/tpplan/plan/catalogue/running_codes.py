@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from tpplan.plan.catalogue.entry import Entry, Severity
+from tpplan.plan.catalogue.entry import CatalogueEntry, Severity
 
-RUNNING_CODES: Final[tuple[Entry, ...]] = (
-    Entry(
+RUNNING_CODES: Final[tuple[CatalogueEntry, ...]] = (
+    CatalogueEntry(
         code="TP175",
         name="recompute-unknown",
         severity=Severity.ERROR,
@@ -26,7 +26,7 @@ for batch in batches:
     model(batch).sum().backward()
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP176",
         name="lost-rank",
         severity=Severity.ERROR,
@@ -46,7 +46,7 @@ if rank == 0:
 tpplan.save_weights(model, "checkpoint")            # on every rank
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP177",
         name="out-of-step",
         severity=Severity.ERROR,
@@ -65,7 +65,7 @@ if rank == 0:
     print(loss)
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP178",
         name="wrong-placement",
         severity=Severity.ERROR,
@@ -83,7 +83,7 @@ torch.manual_seed(0)
 loss = model(batch).sum()
 """,
     ),
-    Entry(
+    CatalogueEntry(
         code="TP179",
         name="other-collectives",
         severity=Severity.ERROR,

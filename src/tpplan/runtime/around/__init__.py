@@ -1,0 +1,1 @@
+"""What others do around and outside of a model's calls."""

@@ -1,0 +1,1 @@
+"""Bodies that take the place of stock forwards."""

@@ -1,0 +1,1 @@
+"""Functions over classes that are split over the ranks."""

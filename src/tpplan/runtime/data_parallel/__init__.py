@@ -1,0 +1,1 @@
+"""Sharded models under data parallelism, and optimizers."""

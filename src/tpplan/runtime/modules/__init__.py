@@ -1,0 +1,1 @@
+"""The classes that stock modules are swapped for, and how their forwards run."""

@@ -1,0 +1,102 @@
+"""Swapped: the class that a stock module is swapped for, by its own class and its style."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpplan.compat.autograd import recomputes
+from tpplan.compat.modules import own_buffers, own_parameters
+from tpplan.runtime.around.outside_forwards import serving_methods
+from tpplan.runtime.compiled.compiled_entry import as_called, with_entry
+from tpplan.runtime.modules.linear_layers import ReducedLinear, ShardedLinear, VocabularyEmbedding
+from tpplan.runtime.modules.module_runtime import RUNTIME, ModuleRuntime
+from tpplan.runtime.modules.sharded_modules import ShardedModule, ShardedRoot
+from tpplan.runtime.parameters.saved_models import saving_methods
+
+
+def replaces_body(module: nn.Module) -> bool:
+    """Whether a module runs a body of tpplan's in place of its own, and of all inside."""
+    runtime: ModuleRuntime | None = module.__dict__.get(RUNTIME)
+    if runtime is None or runtime.walked or runtime.replays:
+        return False
+    return runtime.body is not None or isinstance(module, (ShardedLinear, ReducedLinear, VocabularyEmbedding))
+
+
+_PREFIX: dict[str | None, str] = {
+    "colwise": "Colwise",
+    "rowwise": "Rowwise",
+    "vocab": "Vocabulary",
+    "experts": "Shared",
+    "sequence": "Sequence",
+    "replicate": "Replicated",
+    None: "Sharded",
+}
+
+
+class _OwnTensor:
+    """A tensor of a module, as it is to everyone outside of the module's forward.
+
+    An activation checkpoint of a part of a body reads it in a backward, where the local one isn't in the instance's
+    `__dict__`, which comes first.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: nn.Module | None, kind: type[nn.Module]) -> Any:
+        tables: tuple[dict[str, Any], ...] = ()
+        if module is not None:
+            tables = (own_parameters(module), own_buffers(module))
+        table: dict[str, Any] | None = next((held for held in tables if self._name in held), None)
+        if module is None or table is None:
+            raise AttributeError(f"'{kind.__name__}' object has no attribute '{self._name}'")
+        runtime: ModuleRuntime | None = module.__dict__.get(RUNTIME)
+        if runtime is not None and recomputes() and torch.is_grad_enabled() and runtime.handed_out.shards is None:
+            runtime.handed_out.recall()
+            latest: ModuleRuntime = module.__dict__[RUNTIME]
+            for owner, name, read in (*latest.reads, *latest.parts):
+                if owner is module and name == self._name:
+                    return read(table[name])
+        return table[self._name]
+
+
+@functools.cache
+def swapped_class(
+    stock: type[nn.Module], style: str | None, root: bool, tensors: tuple[str, ...] = ()
+) -> type[nn.Module]:
+    """The class to swap `stock` for, such as `ColwiseLinear` for `Linear`; one class for each combination.
+
+    Args:
+        stock: the class that the user wrote.
+        style: the plan's style of the module.
+        root: whether the module is the model itself.
+        tensors: the module's own, which its body reads.
+    """
+    base: type[ShardedModule] = ShardedModule
+    if root:
+        base = ShardedRoot
+    elif style == "colwise" and stock.forward is nn.Linear.forward:
+        base = ShardedLinear
+    elif style == "rowwise":
+        base = ReducedLinear
+    elif style == "vocab" and nn.Embedding in stock.__mro__:
+        base = VocabularyEmbedding
+    name = f"{_PREFIX[style]}{stock.__name__}"
+    methods = serving_methods(stock, _is_outside) | saving_methods(stock) if root else {}
+    own = {"forward": as_called(base.forward, stock.forward), "__module__": stock.__module__, "__doc__": stock.__doc__}
+    own["__qualname__"] = stock.__qualname__  # by `str` of a class transformers looks up which outputs it can record
+    read = {held: _OwnTensor(held) for held in tensors if not hasattr(stock, held)}
+    return with_entry(type(name, (base, stock), methods | own | read), base.forward)
+
+
+def _is_outside(module: nn.Module) -> bool:
+    """Whether no forward of this root is under way."""
+    runtime: ModuleRuntime | None = module.__dict__.get(RUNTIME)
+    return runtime is not None and runtime.handed_out.shards is None
+
+
+__all__ = ["replaces_body", "swapped_class"]

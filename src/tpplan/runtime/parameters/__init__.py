@@ -1,0 +1,1 @@
+"""Parameters and other tensors of which a rank holds parts."""

@@ -1,0 +1,1 @@
+"""Ranks: what they exchange, and what they do when one of them fails."""
