@@ -243,7 +243,7 @@ class CallGuard:
 
     def _around(self, training: bool) -> tuple[object, ...]:
         """What counts of a call besides its arguments."""
-        return training, self._modes, self.state, *settings_now(self._asked.settings)
+        return training, self._modes, self.state, *settings_now(sorted(self._asked.settings))
 
     def _look(self) -> None:
         """Follow what was changed since the last call."""

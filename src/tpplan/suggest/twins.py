@@ -24,7 +24,7 @@ class Twins:
     def __init__(self, root: Instance) -> None:
         """Find the blocks in these calls."""
         regions: dict[str, list[int]] = defaultdict(list)
-        for instance in _calls(root):
+        for instance in root.walk():
             if instance.frame.module.rpartition(".")[2].isdigit():
                 regions[instance.frame.module].append(id(instance.region))
         families: dict[tuple[object, ...], list[str]] = defaultdict(list)
@@ -66,12 +66,6 @@ class Twins:
             if block in self._equal and f"{place}.".startswith(f"{block}."):
                 yield block
                 return
-
-
-def _calls(instance: Instance) -> Iterator[Instance]:
-    yield instance
-    for child in instance.children:
-        yield from _calls(child)
 
 
 def _renamed(text: str, block: str, other: str) -> str:

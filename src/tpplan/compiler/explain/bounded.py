@@ -7,7 +7,7 @@ out: TP137 for each module whose program may cost more than it has to
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.trace import quoted
@@ -17,7 +17,7 @@ from tpplan.plan import Diagnostic
 def bounded(root: Instance, cut: Mapping[int, int]) -> list[Diagnostic]:
     """A note for each module with ways that weren't followed, by the first of those that share its regions."""
     first: dict[int, str] = {}
-    for held in _calls(root):
+    for held in root.walk():
         first.setdefault(id(held.region), held.frame.module)
     counts: dict[str, int] = defaultdict(int)
     for region, module in first.items():
@@ -32,12 +32,6 @@ def bounded(root: Instance, cut: Mapping[int, int]) -> list[Diagnostic]:
         for module, count in counts.items()
         if count
     ]
-
-
-def _calls(instance: Instance) -> Iterator[Instance]:
-    yield instance
-    for child in instance.children:
-        yield from _calls(child)
 
 
 __all__ = ["bounded"]

@@ -9,6 +9,7 @@ out: a tree of `Instance`s over shared `Region`s
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,6 +160,12 @@ class Instance:
     region: Region
     values: tuple[int, ...]
     children: tuple[Instance, ...]
+
+    def walk(self) -> Iterator[Instance]:
+        """This call and all inside of it, outermost first."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
 
 
 def picks_of(numbers: torch.Tensor | None) -> tuple[int, ...] | None:
