@@ -175,7 +175,7 @@ def _stage_of(target: str) -> str:
 
 
 def compat_outsiders(package: Path) -> list[str]:
-    """Imports of compat.py from a layer that should have no need of torch's private names."""
+    """Imports of compat from a layer that should have no need of torch's private names."""
     return [
         source.at(name.line, f"`{source.layer}` imports tpplan.{COMPAT}, meant for {', '.join(sorted(COMPAT_USERS))}")
         for source in sources(package)
@@ -207,7 +207,7 @@ def suggest_outsiders(package: Path) -> list[str]:
 
 
 def private_torch_names(package: Path) -> list[str]:
-    """Uses of torch's private names outside compat.py, for typing or not: a name that goes breaks either."""
+    """Uses of torch's private names outside compat, for typing or not: a name that goes breaks either."""
     findings: list[str] = []
     for source in sources(package):
         if source.layer == COMPAT:

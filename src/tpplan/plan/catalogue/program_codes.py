@@ -787,7 +787,8 @@ processor(images=images, text=text, max_pixels=512 * 512, min_pixels=512 * 512, 
         explanation="""
 accelerate gives each rank batches of its own and averages their gradients, unless it is told by `tp_size` that ranks
 share a model. It must see all processes, and ranks that share a model must be numbered one after the other. The Trainer
-of transformers is told by the model. `Accelerator.prepare` and the Trainer say so before a batch is drawn.
+of transformers is told by the model. `Accelerator.prepare` and the Trainer say so before a batch is drawn. On processes
+without a GPU accelerate takes such a config after `tpplan.follow_training_loops()`.
 """,
         bad="""
 accelerator = Accelerator()
