@@ -23,9 +23,15 @@ from tests.checkpoint.test_round_trip import PLAN
 from tests.marking import slow_but
 from tests.runtime.world import Member, world
 from tpplan.checkpoint import load_weights
+from tpplan.checkpoint.assembled import assembled, reads
 from tpplan.checkpoint.files import CheckpointError
 from tpplan.checkpoint.loading import load
+from tpplan.checkpoint.meter import Meter
+from tpplan.checkpoint.reading import Files
+from tpplan.checkpoint.sketch import Sketch
+from tpplan.checkpoint.stored import read_checkpoint
 from tpplan.compat.dtensors import local_of
+from tpplan.runtime.parameters.pieces import Box
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is deprecated")
 METADATA, DATA = ".metadata", "__0_0.distcp"
@@ -112,6 +118,18 @@ def test_numbers_are_cast_and_lie_as_the_model_has_them(tmp_path: Path) -> None:
     save({"weight": torch.ones(6, 4, dtype=torch.int8)}, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(CheckpointError, match="quantised"):
         load_weights(Turned(), tmp_path)
+
+
+def test_tensors_that_the_model_stacks_are_read_in_pieces(tmp_path: Path) -> None:
+    whole = {f"expert{number}": torch.rand(4, 6) for number in range(3)}
+    save(whole, checkpoint_id=tmp_path, no_dist=True)
+    tensors = read_checkpoint(tmp_path).tensors
+    sketch: Any = torch.stack([Sketch.of(tensors[name]) for name in whole], 1)  # pyright: ignore
+    part = torch.zeros(2, 2, 6)
+    with Files(Meter()) as files:
+        boxes = (Box((1, 1, 0), (0, 0, 0), (2, 2, 6), True),)
+        assert files.fill_by(part, reads(assembled("all", sketch.shape, sketch.pieces), boxes))
+    assert torch.equal(part, torch.stack([*whole.values()], 1)[1:3, 1:])
 
 
 class Runs:

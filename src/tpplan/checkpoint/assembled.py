@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,27 +21,21 @@ class Piece:
 
     Attributes:
         stored: the tensor that has it, with as many dims as the other.
-        start: where the box begins there.
-        place: where it begins in the other.
-        sizes: of the box.
+        box: its offsets in the other tensor (`start`) and in the stored one (`place`).
     """
 
     stored: Stored
-    start: Region
-    place: Region
-    sizes: Region
+    box: Box
 
     def within(self, boxes: Iterable[Box]) -> tuple[Box, ...]:
         """What boxes of the other tensor have of this piece, as boxes of the stored one."""
         found: list[Box] = []
         for box in boxes:
-            first = tuple(map(max, box.start, self.place))
-            last = [min(a + n, b + m) for a, n, b, m in zip(box.start, box.sizes, self.place, self.sizes, strict=True)]
-            sizes = tuple(end - begin for begin, end in zip(first, last, strict=True))
-            if min(sizes, default=1) > 0:
-                start = tuple(o + f - p for o, f, p in zip(self.start, first, self.place, strict=True))
-                place = tuple(o + f - p for o, f, p in zip(box.place, first, box.start, strict=True))
-                found.append(Box(start, place, sizes, box.owned))
+            ours = self.box.met(box.start, box.sizes)
+            if ours is not None:
+                theirs = box.met(ours.start, ours.sizes)
+                assert theirs is not None
+                found.append(theirs._replace(start=ours.place))
         return tuple(found)
 
 
@@ -61,12 +56,17 @@ class Assembled:
     @property
     def path(self) -> Path:
         """The file of the first piece."""
-        return self.pieces[0].stored.path
+        return self.pieces[0].stored.path if self.pieces else Path()
 
     @property
     def start(self) -> int:
         """Where in its file the first piece's tensor begins."""
-        return self.pieces[0].stored.start
+        return self.pieces[0].stored.start if self.pieces else 0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its numbers."""
+        return sum(piece.stored.bytes_of(math.prod(piece.box.sizes)) for piece in self.pieces)
 
     @property
     def dtype(self) -> str:
@@ -78,7 +78,7 @@ class Assembled:
         """Torch's dtype; None if it has none, or the pieces have several and aren't all plain floats."""
         dtypes = list(dict.fromkeys(piece.stored.torch_dtype for piece in self.pieces))
         plain = all(dtype is not None and dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes)
-        return dtypes[0] if len(dtypes) == 1 or plain else None
+        return next(iter(dtypes), None) if len(dtypes) == 1 or plain else None
 
 
 Source = Stored | Assembled
@@ -88,20 +88,26 @@ Sources = Mapping[str, Source]
 """By the names of the model."""
 
 
+def pieces_of(source: Source) -> tuple[Piece, ...]:
+    """A tensor's pieces; of a stored one, itself."""
+    if isinstance(source, Assembled):
+        return source.pieces
+    zeros = (0,) * len(source.shape)
+    return (Piece(source, Box(zeros, zeros, source.shape, True)),)
+
+
 def reads(source: Source, boxes: tuple[Box, ...]) -> list[tuple[Stored, tuple[Box, ...]]]:
     """Which boxes of which stored tensors hold those of a tensor."""
-    if isinstance(source, Stored):
-        return [(source, boxes)]
-    found = [(piece.stored, piece.within(boxes)) for piece in source.pieces]
+    found = [(piece.stored, piece.within(boxes)) for piece in pieces_of(source)]
     return [(stored, inside) for stored, inside in found if inside]
 
 
 def assembled(name: str, shape: Region, pieces: tuple[Piece, ...]) -> Source:
     """A tensor in pieces; the stored one, if there is one piece that is all of both."""
     first = pieces[0].stored if pieces else None
-    if first is not None and len(pieces) == 1 and first.shape == pieces[0].sizes == shape:
+    if first is not None and len(pieces) == 1 and first.shape == pieces[0].box.sizes == shape:
         return first
     return Assembled(name, shape, pieces)
 
 
-__all__ = ["Assembled", "Piece", "Source", "Sources", "assembled", "reads"]
+__all__ = ["Assembled", "Piece", "Source", "Sources", "assembled", "pieces_of", "reads"]

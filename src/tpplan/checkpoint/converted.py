@@ -19,9 +19,8 @@ from typing import Any
 
 from torch import nn
 
-from tpplan.checkpoint.assembled import Source, assembled
+from tpplan.checkpoint.assembled import Source, Sources, assembled
 from tpplan.checkpoint.files import finding, listed
-from tpplan.checkpoint.header import Stored
 from tpplan.checkpoint.sketch import Sketch
 from tpplan.checkpoint.wanted import wanted_by
 from tpplan.compat.modules import named_modules
@@ -34,7 +33,7 @@ _AGAIN = (
 )
 
 
-def by_model_names(model: nn.Module, tensors: Mapping[str, Stored]) -> tuple[dict[str, Source], list[Diagnostic]]:
+def by_model_names(model: nn.Module, tensors: Sources) -> tuple[dict[str, Source], list[Diagnostic]]:
     """A checkpoint's tensors by the model's names, as transformers' `from_pretrained` makes them of the checkpoint's.
 
     Args:
@@ -137,7 +136,7 @@ class _Rules:
             new, pattern = rename(old, [], [], self.prefix, self.names)
         return new, pattern
 
-    def converted(self, new: str, members: Sequence[tuple[str, Stored]]) -> dict[str, Source]:
+    def converted(self, new: str, members: Sequence[tuple[str, Source]]) -> dict[str, Source]:
         """The tensors that a converter makes of others.
 
         Args:

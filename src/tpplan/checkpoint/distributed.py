@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import io
-import itertools
-import math
 import os
 import pathlib
 import pickle
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,9 +20,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from tpplan.checkpoint.assembled import Assembled, Piece, Source, assembled
 from tpplan.checkpoint.files import METADATA, CheckpointError, problem, unreadable
-from tpplan.checkpoint.header import Stored, StoredChunk, dtype_name
+from tpplan.checkpoint.header import Stored, dtype_name
 from tpplan.checkpoint.meter import Meter
+from tpplan.runtime.parameters.pieces import Box
 
 _WRITTEN = {
     "torch.distributed.checkpoint.metadata": frozenset(
@@ -53,7 +54,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which torch doesn't write there")
 
 
-def read_distributed(path: Path, meter: Meter) -> tuple[dict[str, Stored], dict[str, int], str]:
+def read_distributed(path: Path, meter: Meter) -> tuple[dict[str, Source], dict[str, int], str]:
     """The tensors of a folder, by name, the lengths of its files, and a digest of both.
 
     Args:
@@ -72,16 +73,16 @@ def read_distributed(path: Path, meter: Meter) -> tuple[dict[str, Stored], dict[
     places: dict[str, dict[tuple[int, ...], Any]] = {}
     for index, place in cast("Mapping[Any, Any]", metadata.storage_data).items():
         places.setdefault(index.fqn, {})[tuple(index.offset or ())] = place
-    tensors = {
-        name: _stored(name, path.parent, held, places.get(name, {}))
+    tensors = [
+        _stored(name, path.parent, held, places.get(name, {}))
         for name, held in metadata.state_dict_metadata.items()
         if isinstance(held, TensorStorageMetadata)
-    }
+    ]
     ends: dict[Path, int] = {}
-    for chunk in (chunk for stored in tensors.values() for chunk in stored.chunks):
+    for chunk in (piece.stored for held in tensors for piece in held.pieces):
         ends[chunk.path] = max(ends.get(chunk.path, 0), chunk.start + chunk.bytes)
     files: dict[Path, int] = {}
-    reasons = [reason for stored in tensors.values() for reason in _uncovered(stored)]
+    reasons = [reason for held in tensors if (reason := _fault(held)) is not None]
     for file, end in ends.items():
         try:
             files[file] = size = os.stat(file).st_size
@@ -93,7 +94,8 @@ def read_distributed(path: Path, meter: Meter) -> tuple[dict[str, Stored], dict[
     if reasons:
         raise _broken(path, f"has {len(reasons)} faults", *reasons)
     lengths = {file.name: size for file, size in files.items()}
-    return tensors, lengths, hashlib.sha256(text + repr(sorted(lengths.items())).encode()).hexdigest()
+    sources = {held.name: assembled(held.name, held.shape, held.pieces) for held in tensors}
+    return sources, lengths, hashlib.sha256(text + repr(sorted(lengths.items())).encode()).hexdigest()
 
 
 def _broken(path: Path, what: str, *notes: str) -> CheckpointError:
@@ -111,8 +113,8 @@ def _metadata(path: Path, text: bytes) -> Metadata:
     return metadata
 
 
-def _stored(name: str, folder: Path, held: TensorStorageMetadata, places: Mapping[tuple[int, ...], Any]) -> Stored:
-    chunks: list[StoredChunk] = []
+def _stored(name: str, folder: Path, held: TensorStorageMetadata, places: Mapping[tuple[int, ...], Any]) -> Assembled:
+    pieces: list[Piece] = []
     for chunk in held.chunks:
         place = places.get(tuple(chunk.offsets))
         if place is None:
@@ -122,57 +124,40 @@ def _stored(name: str, folder: Path, held: TensorStorageMetadata, places: Mappin
             raise problem(f"`{folder}` names `{relative}`, which isn't in the folder", _AGAIN)
         if getattr(place, "transform_descriptors", None):
             raise problem(f"`{folder}` is compressed or encrypted", "load it with torch.distributed.checkpoint")
-        chunks.append(
-            StoredChunk(folder / relative, place.offset, place.length, tuple(chunk.offsets), tuple(chunk.sizes))
-        )
-    shape, dtype = tuple(held.size), held.properties.dtype
-    count = math.prod(shape) * dtype.itemsize
-    return Stored(name, chunks[0].path if chunks else folder, dtype_name(dtype), shape, 0, count, tuple(chunks))
+        start, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        kind = dtype_name(held.properties.dtype)
+        stored = Stored(name, folder / relative, kind, sizes, place.offset, place.length, pickled=True)
+        pieces.append(Piece(stored, Box(start, (0,) * len(sizes), sizes, True)))
+    return Assembled(name, tuple(held.size), tuple(pieces))
 
 
-def _uncovered(stored: Stored) -> Iterator[str]:
-    chunks = [chunk for chunk in stored.chunks if 0 not in chunk.sizes]
-    if any(not _is_within(chunk, stored.shape) for chunk in chunks):
-        yield f"`{stored.name}` has chunks that aren't within its shape {list(stored.shape)}"
-    elif _overlap(chunks):
-        yield f"`{stored.name}` has chunks that overlap"
-    elif sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(stored.shape):
-        yield f"`{stored.name}` isn't there as a whole"
-
-
-def _is_within(chunk: StoredChunk, shape: tuple[int, ...]) -> bool:
-    if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
-        return False
-    ends = zip(chunk.offsets, chunk.sizes, shape, strict=True)
-    return all(offset >= 0 and size >= 0 and offset + size <= length for offset, size, length in ends)
-
-
-def _overlap(chunks: list[StoredChunk]) -> bool:
-    """Whether two chunks have an element in common: their edges cut the tensor into cells, each of one chunk."""
-    if len(chunks) < 2:
-        return False
+def _fault(held: Assembled) -> str | None:
+    """Why a tensor's chunks aren't the tensor; None if they are. Their edges cut it into cells, each of one chunk."""
+    boxes = [piece.box for piece in held.pieces if 0 not in piece.box.sizes]
+    if not all(_is_within(box, held.shape) for box in boxes):
+        return f"`{held.name}` has chunks that aren't within its shape {list(held.shape)}"
     edges = [
-        sorted({edge for c in chunks for edge in (c.offsets[d], c.offsets[d] + c.sizes[d])}) for d in _dims(chunks)
+        sorted({0, count, *(edge for box in boxes for edge in (box.start[d], box.start[d] + box.sizes[d]))})
+        for d, count in enumerate(held.shape)
     ]
-    places = [{edge: place for place, edge in enumerate(of_dim)} for of_dim in edges]
-    cells: set[tuple[int, ...]] = set()
-    for chunk in chunks:
-        stretches = [
-            range(places[d][chunk.offsets[d]], places[d][chunk.offsets[d] + chunk.sizes[d]]) for d in _dims(chunks)
-        ]
-        before = len(cells)
-        cells.update(itertools.product(*stretches))
-        if len(cells) - before != math.prod(len(stretch) for stretch in stretches):
-            return True
-    return False
+    chunks = torch.zeros([len(of_dim) - 1 for of_dim in edges], dtype=torch.int32)
+    for box in boxes:
+        sides = zip(edges, box.start, box.sizes, strict=True)
+        chunks[tuple(slice(bisect_left(e, first), bisect_left(e, first + n)) for e, first, n in sides)] += 1
+    if bool((chunks > 1).any()):
+        return f"`{held.name}` has chunks that overlap"
+    return f"`{held.name}` isn't there as a whole" if bool((chunks == 0).any()) else None
 
 
-def _dims(chunks: list[StoredChunk]) -> range:
-    return range(len(chunks[0].sizes))
+def _is_within(box: Box, shape: tuple[int, ...]) -> bool:
+    if not len(box.start) == len(box.sizes) == len(shape):
+        return False
+    dims = zip(box.start, box.sizes, shape, strict=True)
+    return all(start >= 0 and 0 <= size <= whole - start for start, size, whole in dims)
 
 
-def read_chunk(chunk: StoredChunk, meter: Meter) -> Tensor:
-    """The numbers of a chunk.
+def read_chunk(chunk: Stored, meter: Meter) -> Tensor:
+    """The numbers of a pickled tensor.
 
     Raises:
         CheckpointError: TP121, if it isn't a tensor of the promised shape.
@@ -184,9 +169,14 @@ def read_chunk(chunk: StoredChunk, meter: Meter) -> Tensor:
         numbers = torch.load(io.BytesIO(read), map_location="cpu", weights_only=True)
     except Exception as error:
         raise problem(f"`{chunk.path}` can't be read: {str(error).splitlines()[0]}", _AGAIN) from None
-    if not isinstance(numbers, Tensor) or tuple(numbers.shape) != chunk.sizes:
+    if not isinstance(numbers, Tensor) or _long(numbers.shape) != _long(chunk.shape):
         raise problem(f"`{chunk.path}` holds something else than its `{METADATA}` says", _AGAIN)
-    return numbers
+    return numbers.reshape(chunk.shape)
+
+
+def _long(shape: tuple[int, ...]) -> list[int]:
+    """A shape without the dims of one entry, of which tensors that are stacked get more."""
+    return [count for count in shape if count != 1]
 
 
 __all__ = ["read_chunk", "read_distributed"]

@@ -15,50 +15,32 @@ from tpplan.checkpoint.files import CheckpointError, problem, unreadable
 from tpplan.checkpoint.meter import Meter
 from tpplan.checkpoint.strict_json import NotStrict, kind_of, read_object
 
-BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
-    "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+_OF_TORCH: dict[str, torch.dtype] = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
+    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
-_OF_TORCH = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
-    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
-    "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
-}  # fmt: skip
+BITS = {code: dtype.itemsize * 8 for code, dtype in _OF_TORCH.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+CODES = {dtype: code for code, dtype in _OF_TORCH.items()} | {torch.float4_e2m1fn_x2: "F4"}
+"""What safetensors calls each dtype that it knows."""
 _LONGEST = 100_000_000  # what the library accepts as well
 _LFS = b"version https://git-lfs"
 _NOTES = 10
 
 
 @dataclass(frozen=True, slots=True)
-class StoredChunk:
-    """A part of a tensor that torch.distributed.checkpoint has saved by itself.
-
-    Attributes:
-        path: the file.
-        start, bytes: where it begins in the file, and how many bytes it is, as `torch.save` has written it.
-        offsets, sizes: which part of the whole tensor it is.
-    """
-
-    path: Path
-    start: int
-    bytes: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file, or in several.
+    """A tensor in a file.
 
     Attributes:
         name: its name there.
         path: the file.
         dtype: as safetensors calls it, such as `BF16`.
-        shape: of the whole tensor.
-        start, bytes: where its numbers begin in the file, and how many bytes they are.
-        chunks: in which it lies, if not in one piece.
+        shape: of the tensor.
+        start, bytes: where it begins in the file, and how many bytes it is there.
+        pickled: whether `torch.save` has written it, so that it can only be read whole; else the bytes are its numbers.
     """
 
     name: str
@@ -67,18 +49,27 @@ class Stored:
     shape: tuple[int, ...]
     start: int
     bytes: int
-    chunks: tuple[StoredChunk, ...] = ()
+    pickled: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
         """Torch's dtype; None for those that it hasn't."""
-        return getattr(torch, _OF_TORCH.get(self.dtype, self.dtype), None)
+        return _OF_TORCH.get(self.dtype, getattr(torch, self.dtype, None))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its numbers."""
+        return self.bytes_of(math.prod(self.shape))
+
+    def bytes_of(self, count: int) -> int:
+        """The bytes of so many of its numbers."""
+        dtype = self.torch_dtype
+        return count * (BITS[self.dtype] if dtype is None else dtype.itemsize * 8) // 8
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """What safetensors calls a dtype; of those that it hasn't, torch's name."""
-    name = str(dtype).removeprefix("torch.")
-    return next((key for key, value in _OF_TORCH.items() if value == name), name)
+    return next((code for code, held in _OF_TORCH.items() if held == dtype), str(dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,4 +200,4 @@ def _no_safetensors(path: Path, reason: str, *more: str) -> CheckpointError:
     )
 
 
-__all__ = ["BITS", "Header", "Stored", "StoredChunk", "dtype_name", "read_header"]
+__all__ = ["BITS", "CODES", "Header", "Stored", "dtype_name", "read_header"]

@@ -75,8 +75,7 @@ class _Fill:
     @property
     def bytes(self) -> int:
         """How many are read."""
-        kinds = [(stored.torch_dtype, elements(boxes)) for stored, boxes in self.reads]
-        return sum(count * (0 if dtype is None else dtype.itemsize) for dtype, count in kinds)
+        return sum(stored.bytes_of(elements(boxes)) for stored, boxes in self.reads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +200,8 @@ def _alike(one: Source, other: Source, meter: Meter) -> bool:
     ours, theirs = reads(one, boxes), reads(other, boxes)
     if [inside for _, inside in ours] != [inside for _, inside in theirs]:
         return False
-    return all(alike(a, b, meter) for (a, _), (b, _) in zip(ours, theirs, strict=True))
+    pairs = [(a, b) for (a, _), (b, _) in zip(ours, theirs, strict=True)]
+    return all(alike(a, b, meter) for a, b in (pairs[:1] if pairs[0][0].pickled else pairs))
 
 
 def _fill(wanted: Wanted, source: Source, device: torch.device) -> _Fill:

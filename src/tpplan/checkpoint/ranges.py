@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 
-from tpplan.checkpoint.header import StoredChunk
 from tpplan.runtime.parameters.pieces import Box
 
 
@@ -35,15 +34,4 @@ def elements(boxes: Iterable[Box]) -> int:
     return sum(math.prod(box.sizes) for box in boxes)
 
 
-def shared(box: Box, chunk: StoredChunk) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Where in the whole what a box and a chunk share begins, and its sizes."""
-    start = tuple(max(pair) for pair in zip(box.start, chunk.offsets, strict=True))
-    box_end, chunk_end = (
-        tuple(first + count for first, count in zip(*pair, strict=True))
-        for pair in ((box.start, box.sizes), (chunk.offsets, chunk.sizes))
-    )
-    sizes = tuple(min(a, b) - s for a, b, s in zip(box_end, chunk_end, start, strict=True))
-    return (start, sizes) if all(count > 0 for count in sizes) else None
-
-
-__all__ = ["elements", "run_dim", "run_length", "runs", "shared"]
+__all__ = ["elements", "run_dim", "run_length", "runs"]

@@ -1,26 +1,29 @@
-"""Reading: byte ranges of files, counted, into tensors; nothing larger than a chunk is held besides the tensor."""
+"""Reading: byte ranges of files, counted, into tensors; nothing larger than a chunk is held besides the tensor.
+
+Short stretches are taken from safetensors' slices. Long ones are read by hand: no library reads into memory that is
+there already, and what a mapped file no longer has when it is looked at ends the process (SIGBUS), where a read fails.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import errno
-import math
-import mmap
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tpplan.checkpoint.distributed import read_chunk
-from tpplan.checkpoint.header import Stored, StoredChunk
+from tpplan.checkpoint.header import Stored
 from tpplan.checkpoint.meter import Meter
-from tpplan.checkpoint.ranges import run_length, runs, shared
-from tpplan.runtime.parameters.pieces import Box, narrowed
+from tpplan.checkpoint.ranges import run_length, runs
+from tpplan.runtime.parameters.pieces import Box
 
 CHUNK = 4 * 1024**2
 SHORT = 32 * 1024
@@ -37,13 +40,13 @@ class Files:
         self._own = threading.local()
         self._opened = contextlib.ExitStack()
         self._descriptors: dict[Path, int] = {}
-        self._mapped: dict[Path, mmap.mmap] = {}
+        self._mapped_files: dict[Path, Any] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._mapped.clear()  # tensors that look into a map keep it; it goes with them
+        self._mapped_files.clear()  # tensors that look into a map keep it; it goes with them
         self._opened.close()
 
     def expect(self, reads: Iterable[tuple[Stored, Iterable[Box]]]) -> None:
@@ -79,67 +82,48 @@ class Files:
         return finite if here else all_finite(part)
 
     def _filled(self, part: Tensor, boxes: Iterable[Box], stored: Stored, here: bool) -> bool:
-        if stored.chunks:
-            return self._fill_from_chunks(part, [*boxes], stored.chunks, here)
-        path, shape, dtype = stored.path, stored.shape, stored.torch_dtype
-        assert dtype is not None, stored
         finite = True
+        whole = read_chunk(stored, self._meter) if stored.pickled else None
         for box in boxes:
             target = box.of_part(part)
-            if box.sizes == shape or run_length(box, shape) * dtype.itemsize >= SHORT:
-                for first, index in runs(box, shape):
-                    finite &= self._run(target[index], path, stored.start + first * dtype.itemsize, dtype, here)
+            if whole is not None:
+                finite &= self._copy(target, box.of_whole(whole), here)
+            elif box.sizes == stored.shape or run_length(box, stored.shape) * _width(stored) >= SHORT:
+                for first, index in runs(box, stored.shape):
+                    finite &= self._run(target[index], stored, first, here)
             else:
-                whole = torch.frombuffer(self._map(path), dtype=dtype, count=math.prod(shape), offset=stored.start)
-                finite &= self._copy(target, box.of_whole(whole.view(shape)), here)
+                self._meter.add(target.numel() * _width(stored))
+                finite &= self._copy(target, box.of_whole(self._mapped(stored)), here)
         return finite
 
-    def _fill_from_chunks(self, part: Tensor, boxes: Sequence[Box], chunks: Iterable[StoredChunk], here: bool) -> bool:
-        """Copy what the boxes share with each chunk; those that share nothing aren't read."""
-        finite = True
-        for chunk in chunks:
-            met = [(box, start, sizes) for box in boxes if (meet := shared(box, chunk)) for start, sizes in [meet]]
-            numbers = read_chunk(chunk, self._meter) if met else None
-            for box, start, sizes in met:
-                assert numbers is not None
-                place = tuple(p + s - b for p, s, b in zip(box.place, start, box.start, strict=True))
-                inside = tuple(s - o for s, o in zip(start, chunk.offsets, strict=True))
-                target = narrowed(part, place, sizes)
-                target.copy_(narrowed(numbers, inside, sizes))
-                finite &= not here or all_finite(target)
-        return finite
-
-    def _run(self, target: Tensor, path: Path, begin: int, dtype: torch.dtype, here: bool) -> bool:
-        """Read what is one stretch in the file."""
+    def _run(self, target: Tensor, stored: Stored, first: int, here: bool) -> bool:
+        """Read what is one stretch in the file, from element `first` of the stored tensor on."""
+        dtype, width = stored.torch_dtype, _width(stored)
+        assert dtype is not None, stored
         if not target.is_contiguous():
             read = torch.empty(target.shape, dtype=dtype)
-            self._run(read, path, begin, dtype, here=False)
+            self._run(read, stored, first, here=False)
             target.copy_(read)
             return not here or all_finite(target)
-        finite, flat, step = True, target.view(-1), CHUNK // dtype.itemsize
+        finite, flat, begin = True, target.view(-1), stored.start + first * width
         direct = target.device.type == "cpu" and target.dtype == dtype
-        for first in range(0, flat.numel(), step):
-            piece = flat[first : first + step]
-            if direct:
-                self._read(path, begin + first * dtype.itemsize, piece)
-            else:
-                read = self._staging().view(dtype)[: piece.numel()]
-                self._read(path, begin + first * dtype.itemsize, read)
+        for piece in torch.split(flat, max(CHUNK // width, 1)):
+            read = piece if direct else self._staging().view(dtype)[: piece.numel()]
+            self._read(stored.path, begin, read)
+            begin += read.nbytes
+            if not direct:
                 piece.copy_(read)
             finite &= not here or all_finite(piece)
         return finite
 
     def _copy(self, target: Tensor, source: Tensor, here: bool) -> bool:
-        """Copy what is many short stretches in a mapped file."""
+        """Copy numbers of a mapped file, or of one that was read whole."""
         finite = True
+        target, source = target[None], source[None]
         dim = next((dim for dim, count in enumerate(target.shape) if count > 1), 0)
-        row = target.numel() // target.shape[dim] * source.itemsize
-        step = max(CHUNK // row, 1)
-        for first in range(0, target.shape[dim], step):
-            count = min(step, target.shape[dim] - first)
-            piece, read = target.narrow(dim, first, count), source.narrow(dim, first, count)
+        step = max(CHUNK * target.shape[dim] // source.nbytes, 1)
+        for piece, read in zip(torch.split(target, step, dim), torch.split(source, step, dim), strict=True):
             piece.copy_(read if here else read.contiguous())
-            self._meter.add(read.numel() * read.itemsize)
             finite &= not here or all_finite(piece)
         return finite
 
@@ -169,24 +153,29 @@ class Files:
                 self._opened.callback(os.close, self._descriptors[path])
             return self._descriptors[path]
 
-    def _map(self, path: Path) -> mmap.mmap:
-        descriptor = self._descriptor(path)
+    def _mapped(self, stored: Stored) -> Tensor:
+        """A stored tensor in the mapped file, of which nothing is read until it is looked at."""
         with self._lock:
-            if path not in self._mapped:
-                # torch takes no memory that may not be written, so it may: a page that was would be private.
-                flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-                self._mapped[path] = mmap.mmap(descriptor, 0, flags, mmap.PROT_READ | mmap.PROT_WRITE)
-            return self._mapped[path]
+            if stored.path not in self._mapped_files:
+                try:
+                    self._mapped_files[stored.path] = self._opened.enter_context(safe_open(stored.path, "pt"))
+                except SafetensorError as error:
+                    raise OSError(errno.EIO, str(error), str(stored.path)) from None
+            numbers: Tensor = self._mapped_files[stored.path].get_slice(stored.name)[:]
+        return numbers.view(stored.shape)
+
+
+def _width(stored: Stored) -> int:
+    return stored.bytes_of(1)
 
 
 def _stretches(boxes: Iterable[Box], stored: Stored) -> Iterator[tuple[int, int]]:
-    """The bytes of a file that boxes are in; short stretches with all that is between them; of chunks, nothing."""
-    dtype = stored.torch_dtype
-    assert dtype is not None, stored
-    for box in () if stored.chunks else boxes:
-        count = run_length(box, stored.shape) * dtype.itemsize
+    """The bytes of a file that boxes are in; short stretches with all that is between them; of pickles, nothing."""
+    for box in () if stored.pickled else boxes:
+        width = _width(stored)
+        count = run_length(box, stored.shape) * width
         if SHORT <= count < stored.bytes:
-            yield from ((stored.start + first * dtype.itemsize, count) for first, _ in runs(box, stored.shape))
+            yield from ((stored.start + first * width, count) for first, _ in runs(box, stored.shape))
         elif count:
             yield stored.start, stored.bytes
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from tpplan.checkpoint.assembled import Source, reads
-from tpplan.checkpoint.header import BITS, Stored
-from tpplan.checkpoint.ranges import elements, shared
+from tpplan.checkpoint.header import Stored
+from tpplan.checkpoint.ranges import elements
 from tpplan.compiler.ir.program import ParameterPlacement, Program
 from tpplan.runtime.parameters.pieces import Box, part
 
@@ -44,9 +44,7 @@ def _boxes(placement: ParameterPlacement, size: int, rank: int) -> tuple[Box, ..
 
 
 def _bytes(stored: Stored, boxes: tuple[Box, ...]) -> int:
-    if not stored.chunks:
-        return elements(boxes) * BITS[stored.dtype] // 8
-    return sum(chunk.bytes for chunk in stored.chunks if any(shared(box, chunk) for box in boxes))
+    return stored.bytes if stored.pickled else stored.bytes_of(elements(boxes))
 
 
 __all__ = ["bytes_by_rank"]

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from tpplan.checkpoint.assembled import Piece
-from tpplan.checkpoint.header import Stored
+from tpplan.checkpoint.assembled import Piece, Source, pieces_of
+from tpplan.runtime.parameters.pieces import Box
 
 
 class Sketch:
@@ -23,10 +23,9 @@ class Sketch:
         self.pieces = pieces
 
     @classmethod
-    def of(cls, stored: Stored) -> Sketch:
-        """All of a stored tensor."""
-        zeros = (0,) * len(stored.shape)
-        return cls(stored.shape, (Piece(stored, zeros, zeros, stored.shape),))
+    def of(cls, source: Source) -> Sketch:
+        """All of a checkpoint's tensor."""
+        return cls(source.shape, pieces_of(source))
 
     @classmethod
     def __torch_function__(
@@ -53,29 +52,19 @@ class Sketch:
     def narrowed(self, dim: int, first: int, count: int) -> Sketch:
         """`count` entries of a dim, from `first` on."""
         dim %= len(self.shape)
-        found: list[Piece] = []
-        for piece in self.pieces:
-            begin, end = max(piece.place[dim], first), min(piece.place[dim] + piece.sizes[dim], first + count)
-            if begin < end:
-                start = _with(piece.start, dim, piece.start[dim] + begin - piece.place[dim])
-                place, sizes = _with(piece.place, dim, begin - first), _with(piece.sizes, dim, end - begin)
-                found.append(Piece(piece.stored, start, place, sizes))
-        return Sketch(_with(self.shape, dim, count), tuple(found))
+        shape = _with(self.shape, dim, count)
+        start = _with((0,) * len(shape), dim, first)
+        met = [(piece.stored, box) for piece in self.pieces if (box := piece.box.met(start, shape)) is not None]
+        return Sketch(shape, tuple(Piece(stored, _moved(box, dim, -first)) for stored, box in met))
 
     def unsqueezed(self, dim: int) -> Sketch:
         """With a dim of one entry before `dim`."""
-        if any(piece.stored.chunks for piece in self.pieces):
-            raise NotImplementedError("tensors of torch.distributed.checkpoint can't be stacked")
         dim %= len(self.shape) + 1
-        pieces = [
-            Piece(
-                replace(piece.stored, shape=_more(piece.stored.shape, dim, 1)),
-                _more(piece.start, dim, 0),
-                _more(piece.place, dim, 0),
-                _more(piece.sizes, dim, 1),
-            )
-            for piece in self.pieces
-        ]
+        pieces: list[Piece] = []
+        for stored, box in ((piece.stored, piece.box) for piece in self.pieces):
+            start, place, sizes = _more(box.start, dim, 0), _more(box.place, dim, 0), _more(box.sizes, dim, 1)
+            stored = replace(stored, shape=_more(stored.shape, dim, 1))
+            pieces.append(Piece(stored, Box(start, place, sizes, box.owned)))
         return Sketch(_more(self.shape, dim, 1), tuple(pieces))
 
 
@@ -87,6 +76,10 @@ def _more(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim:])
 
 
+def _moved(box: Box, dim: int, by: int) -> Box:
+    return box._replace(start=_with(box.start, dim, box.start[dim] + by))
+
+
 def _cat(sketches: Iterable[Sketch], dim: int = 0) -> Sketch:
     every = list(sketches)
     dim %= len(every[0].shape)
@@ -95,7 +88,7 @@ def _cat(sketches: Iterable[Sketch], dim: int = 0) -> Sketch:
     for sketch in every:
         if _with(sketch.shape, dim, 0) != _with(every[0].shape, dim, 0):
             raise ValueError(f"shapes {list(every[0].shape)} and {list(sketch.shape)} can't be joined along dim {dim}")
-        pieces += [replace(piece, place=_with(piece.place, dim, piece.place[dim] + edge)) for piece in sketch.pieces]
+        pieces += [Piece(piece.stored, _moved(piece.box, dim, edge)) for piece in sketch.pieces]
         edge += sketch.shape[dim]
     return Sketch(_with(every[0].shape, dim, edge), tuple(pieces))
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from tpplan.checkpoint.assembled import Sources
 from tpplan.checkpoint.distributed import read_chunk, read_distributed
 from tpplan.checkpoint.files import METADATA, CheckpointError, find_checkpoint, finding, listed, unreadable
 from tpplan.checkpoint.header import Header, Stored, read_header
@@ -38,7 +39,7 @@ class Checkpoint:
     """
 
     path: Path
-    tensors: Mapping[str, Stored]
+    tensors: Sources
     files: Mapping[str, int]
     digest: str
     warnings: tuple[Diagnostic, ...]
@@ -157,11 +158,10 @@ def _sampled(path: Path, header: Header, meter: Meter) -> bytes:
 
 def alike(one: Stored, other: Stored, meter: Meter) -> bool:
     """Whether two tensors seem to have the same numbers: the same dtype and shape, and the same samples."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+    if (one.dtype, one.shape, one.pickled) != (other.dtype, other.shape, other.pickled):
         return False
-    if one.chunks or other.chunks:
-        first = [read_chunk(held.chunks[0], meter) for held in (one, other) if held.chunks]
-        return len(first) == 2 and torch.equal(*first)
+    if one.pickled:
+        return torch.equal(read_chunk(one, meter), read_chunk(other, meter))
     read = [_samples(held.path, held.start, held.bytes, meter) for held in (one, other)]
     return read[0] == read[1]
 

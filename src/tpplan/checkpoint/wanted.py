@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from tpplan.checkpoint.assembled import Source, Sources
 from tpplan.checkpoint.files import finding, listed
-from tpplan.checkpoint.header import Stored
 from tpplan.compat.modules import named_modules, own_buffers, own_parameters, transient_buffers
 from tpplan.plan import Diagnostic, Severity
 
@@ -65,9 +64,7 @@ def wanted_by(model: nn.Module) -> list[Wanted]:
     return list(found.values())
 
 
-def renamed(
-    tensors: Mapping[str, Stored], rename: Mapping[str, str]
-) -> tuple[dict[str, Stored], tuple[Diagnostic, ...]]:
+def renamed(tensors: Sources, rename: Mapping[str, str]) -> tuple[dict[str, Source], tuple[Diagnostic, ...]]:
     """The checkpoint's tensors under the names that the patterns make of theirs.
 
     Args:

@@ -73,12 +73,10 @@ class MeshDistributor:
         for first in range(0, whole.shape[0], rows):
             block = self._agreed(whole[first : first + rows])
             for box in held.boxes:
-                begin, end = max(box.start[0], first), min(box.start[0] + box.sizes[0], first + len(block))
-                if begin < end:
-                    sizes = (end - begin, *box.sizes[1:])
-                    place = (box.place[0] + begin - box.start[0], *box.place[1:])
-                    source = narrowed(block, (begin - first, *box.start[1:]), sizes)
-                    narrowed(local, place, sizes).copy_(source)
+                met = box.met((first, *(0 for _ in block.shape[1:])), tuple(block.shape))
+                if met is not None:
+                    source = narrowed(block, (met.start[0] - first, *met.start[1:]), met.sizes)
+                    met.of_part(local).copy_(source)
         return local
 
     def _agreed(self, whole: Tensor) -> Tensor:

@@ -50,6 +50,16 @@ class Box(NamedTuple):
         """The box in the part; a view."""
         return narrowed(tensor, self.place, self.sizes)
 
+    def met(self, start: tuple[int, ...], sizes: tuple[int, ...]) -> Box | None:
+        """What it shares with another box of the whole tensor; None if that is nothing."""
+        first = tuple(map(max, self.start, start))
+        ends = zip(self.start, self.sizes, start, sizes, strict=True)
+        shared = tuple(min(a + n, b + m) - f for (a, n, b, m), f in zip(ends, first, strict=True))
+        if any(count <= 0 for count in shared):
+            return None
+        place = tuple(p + f - s for p, f, s in zip(self.place, first, self.start, strict=True))
+        return Box(first, place, shared, self.owned)
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
