@@ -60,14 +60,10 @@ class Source(NamedTuple):
         """What it is the first to hold of a block."""
         found: list[BlockPiece] = []
         for box in self.part.owned:
-            sides = list(zip(block.start, block.sizes, box.start, box.sizes, strict=True))
-            begin = tuple(max(first, start) for first, _, start, _ in sides)
-            end = tuple(min(first + count, start + size) for first, count, start, size in sides)
-            sizes = tuple(last - first for first, last in zip(begin, end, strict=True))
-            if all(size > 0 for size in sizes):
-                within = tuple(b - first for b, first in zip(begin, block.start, strict=True))
-                place = tuple(b - s + p for b, s, p in zip(begin, box.start, box.place, strict=True))
-                found.append(BlockPiece(ByteBlock(within, sizes), ByteBlock(place, sizes)))
+            met = box.met(block.start, block.sizes)
+            if met is not None:
+                within = tuple(first - edge for first, edge in zip(met.start, block.start, strict=True))
+                found.append(BlockPiece(ByteBlock(within, met.sizes), ByteBlock(met.place, met.sizes)))
         return found
 
 

@@ -26,7 +26,6 @@ from tpplan.checkpoint.reading import Files
 from tpplan.checkpoint.stored import alike
 from tpplan.checkpoint.wanted import Match, Wanted, match
 from tpplan.compat.dtensors import local_of
-from tpplan.compat.modules import own_parameters
 from tpplan.plan import Diagnostic, Severity
 from tpplan.runtime.compiled.compiled_before import bare
 from tpplan.runtime.parameters.distribute import device_of_mesh
@@ -63,7 +62,7 @@ class _Fill:
     Attributes:
         wanted: where in the model it belongs.
         source: where it lies.
-        tensor: what is filled: the model's own, or a new one if that is on `meta`.
+        tensor: what is filled: the model's own memory, or new memory if that is on `meta`.
         reads: which boxes of which stored tensors hold what this rank holds of it.
     """
 
@@ -160,7 +159,7 @@ def load(
         error = raised
     warned += ranks.settle(named, digest, strange, error)
     for fill in job.fills:
-        _put(fill)
+        fill.wanted.put(fill.tensor)
     for buffer in job.made:
         setattr(buffer.module, buffer.leaf, buffer.numbers)
     return Loaded(model, job.meter.bytes, job.missing, job.unexpected, warned if ranks.speaks else ())
@@ -207,10 +206,7 @@ def _alike(one: Source, other: Source, meter: Meter) -> bool:
 def _fill(wanted: Wanted, source: Source, device: torch.device) -> _Fill:
     tensor = wanted.tensor
     boxes = part_of(tensor).boxes if isinstance(tensor, DTensor) else whole_box(source.shape)
-    if local_of(tensor).is_meta:
-        own = device_of_mesh(tensor.device_mesh) if isinstance(tensor, DTensor) else device
-        tensor = torch.empty_like(tensor, device=own)
-    return _Fill(wanted, source, tensor, reads(source, boxes))
+    return _Fill(wanted, source, wanted.with_memory(device), reads(source, boxes))
 
 
 def _read(job: _LoadJob, tell: Progress) -> list[Diagnostic]:
@@ -235,7 +231,7 @@ def _read(job: _LoadJob, tell: Progress) -> list[Diagnostic]:
                 done += running[read].bytes
                 tell(done, total)
         except (OSError, CheckpointError) as error:
-            broken = [] if all(fill.tensor is not fill.wanted.tensor for fill in job.fills) else [_MIXED]
+            broken = [] if all(local_of(fill.wanted.tensor).is_meta for fill in job.fills) else [_MIXED]
             if isinstance(error, OSError):
                 error = unreadable(error.filename or job.fills[0].source.path, error)
             found = error.diagnostics[0]
@@ -255,25 +251,12 @@ _MIXED = "the model has been loaded in part: its numbers are no longer those fro
 def _filled(fill: _Fill, files: Files, ahead: _Fill | None) -> bool:
     if ahead is not None:
         files.expect(ahead.reads)
-    part = local_of(fill.tensor).detach()
+    part = local_of(fill.tensor)
     with torch.no_grad():
         finite = files.fill_by(part, fill.reads)
     if not part.is_inference():
         torch.autograd.graph.increment_version(part)  # reading into memory is no operation that autograd knows of
     return finite
-
-
-def _put(fill: _Fill) -> None:
-    """Give a tensor that was on `meta` to all that hold it."""
-    if fill.tensor is fill.wanted.tensor:
-        return
-    owner, leaf = fill.wanted.holders[0]
-    held = own_parameters(owner).get(leaf)
-    filled = fill.tensor
-    if isinstance(held, nn.Parameter):
-        filled = nn.Parameter(filled, requires_grad=held.requires_grad)
-    for module, name in fill.wanted.holders:
-        setattr(module, name, filled)
 
 
 __all__ = ["Loaded", "load", "load_weights"]

@@ -8,11 +8,14 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tpplan.checkpoint.assembled import Source, Sources
 from tpplan.checkpoint.files import finding, listed
+from tpplan.compat.dtensors import local_of
 from tpplan.compat.modules import named_modules, own_buffers, own_parameters, transient_buffers
 from tpplan.plan import Diagnostic, Severity
+from tpplan.runtime.parameters.distribute import device_of_mesh
 
 _NOTES = 20
 _UNUSED = 5
@@ -20,7 +23,7 @@ _UNUSED = 5
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A tensor of a model's state_dict.
+    """A tensor of a model.
 
     Attributes:
         tensor: the tensor.
@@ -31,6 +34,22 @@ class Wanted:
     tensor: Tensor
     names: tuple[str, ...]
     holders: tuple[tuple[nn.Module, str], ...]
+
+    def with_memory(self, device: torch.device) -> Tensor:
+        """The tensor; one that is on `meta` as an empty one on its mesh's device, or on `device` without a mesh."""
+        held = self.tensor.detach()
+        if not local_of(held).is_meta:
+            return held
+        return torch.empty_like(held, device=device_of_mesh(held.device_mesh) if isinstance(held, DTensor) else device)
+
+    def put(self, filled: Tensor) -> None:
+        """Give a tensor that was on `meta` to all that hold it."""
+        if not local_of(self.tensor).is_meta:
+            return
+        if isinstance(self.tensor, nn.Parameter):
+            filled = nn.Parameter(filled, requires_grad=self.tensor.requires_grad)
+        for module, name in self.holders:
+            setattr(module, name, filled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +69,20 @@ class Match:
     findings: tuple[Diagnostic, ...]
 
 
-def wanted_by(model: nn.Module) -> list[Wanted]:
-    """Every distinct tensor of the model's state_dict."""
+def wanted_by(model: nn.Module, every: bool = False) -> list[Wanted]:
+    """Every distinct tensor of the model's state_dict.
+
+    Args:
+        model: the model.
+        every: whether also to find buffers that aren't in it, and plain attributes on `meta`.
+    """
     found: dict[int, Wanted] = {}
     for prefix, module in named_modules(model, remove_duplicate=False):
-        transient = transient_buffers(module)
-        for leaf, tensor in (*own_parameters(module).items(), *own_buffers(module).items()):
+        transient = () if every else transient_buffers(module)
+        registered = {**own_parameters(module), **own_buffers(module)}
+        plain = vars(module).items() if every else ()
+        plain = {leaf: held for leaf, held in plain if isinstance(held, Tensor) and held.is_meta}
+        for leaf, tensor in (registered | plain).items():
             if tensor is None or leaf in transient:
                 continue
             held = found.get(id(tensor), Wanted(tensor, (), ()))

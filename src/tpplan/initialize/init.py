@@ -10,16 +10,17 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tpplan.checkpoint.agreed import AgreeingRanks, Report, Words
+from tpplan.checkpoint.wanted import Wanted, wanted_by
 from tpplan.compat.dtensors import local_of
 from tpplan.compat.dynamo import uncompiled
 from tpplan.initialize.construction import Construction
 from tpplan.initialize.construction_replay import replay
 from tpplan.initialize.findings import APART, UNKNOWN, InitializationError, finding
 from tpplan.initialize.recipe import construction_of
-from tpplan.initialize.targets import Target, misfits, targets_of
+from tpplan.initialize.targets import misfits, taken
 from tpplan.plan import Diagnostic
 from tpplan.runtime.parameters.distribute import device_of_mesh
 
@@ -62,13 +63,18 @@ def init_weights(
     ranks = AgreeingRanks(bare, words=_WORDS)
     own = device_of_mesh(ranks.meshes[0]) if ranks.meshes else torch.device("cpu")
     stock: Construction | None = None
-    targets: list[Target] = []
+    targets: list[Wanted] = []
+    filled: dict[int, Tensor] = {}
     findings: list[Diagnostic] = []
     error: Exception | None = None  # whatever a rank fails with, the others must not wait for it
+
+    def take(place: int, whole: Tensor) -> None:
+        filled[place] = taken(targets[place], whole, own)
+
     with _python_randomness():
         try:
             stock = construction_of(bare, build, own if device is None else torch.device(device))
-            targets = targets_of(bare, own)
+            targets = wanted_by(bare, every=True)
             findings = misfits(targets, stock)
             if missing:
                 targets = [target for target in targets if local_of(target.tensor).is_meta]
@@ -78,12 +84,12 @@ def init_weights(
         warned = ranks.settle(source, digest, findings, error)
         assert stock is not None
         try:
-            replay(stock, {target.names[0]: target.take for target in targets})
+            replay(stock, {target.names[0]: functools.partial(take, place) for place, target in enumerate(targets)})
         except Exception as raised:
             error = raised
         ranks.settle(source, digest, (), error)
-    for target in targets:
-        target.put()
+    for place, target in enumerate(targets):
+        target.put(filled[place])
     if ranks.speaks:
         for held in warned:
             warnings.warn(held.text, stacklevel=2)
