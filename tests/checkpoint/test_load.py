@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import warnings
 from pathlib import Path
@@ -86,6 +87,15 @@ def test_a_number_that_is_not_finite_is_seen_in_every_way_of_reading(tmp_path: P
         with Files(Meter()) as files:
             finite = files.fill(part, boxes, stored)
         assert finite == bool(part.isfinite().all()), (dtype, boxes)
+
+
+def test_a_file_that_was_cut_before_its_slices_are_read_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(64, 64)}, tmp_path / SINGLE)
+    (stored,) = read_header(tmp_path / SINGLE, Meter()).tensors
+    os.truncate(tmp_path / SINGLE, stored.start + 64)
+    with Files(Meter()) as files, pytest.raises(OSError, match="not fully covered") as caught:
+        files.fill(torch.zeros(64, 4), (Box((0, 60), (0, 0), (64, 4), True),), stored)
+    assert caught.value.filename == str(tmp_path / SINGLE)
 
 
 class Wide(nn.Module):

@@ -1,4 +1,7 @@
-"""Agreement: what one rank finds wrong with its task, all ranks raise, before any of them changes its model."""
+"""Agreement: what one rank finds wrong with its task, all ranks raise, before any of them changes its model.
+
+Torch's checkpoints tell all ranks of an error as well, once the model has been written to in part.
+"""
 
 from __future__ import annotations
 

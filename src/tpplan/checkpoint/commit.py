@@ -16,6 +16,10 @@ killed. The order of operations, each of them on the disk before the next:
    no file.
 5. `recover` again: links become files, data files that the index doesn't name are deleted, and the save's folder.
 
+Neither safetensors nor torch's writers do any of this: they write over files that are there, one after the other. One
+`os.replace` of the index isn't enough where the config changes as well, or one of model.safetensors and the index goes:
+killed in between, two readers find different checkpoints.
+
 Killed before 4, `recover` restores the old folder; after it, it completes the new one. Where the file system has no
 links, files are replaced one by one, those with numbers last: then each reader still sees the numbers of one
 checkpoint, but two readers may differ for a moment, as may the config.

@@ -1,7 +1,10 @@
 """Folders of torch.distributed.checkpoint: where the chunks of each tensor lie, and their numbers.
 
 in:  `.metadata`, a pickle, of which nothing but the classes that torch writes is made
-out: `Stored` tensors with chunks, each of which is read whole, by the ranks that need any of it
+out: tensors in pieces, one for each chunk, which is read whole by the ranks that need any of it
+
+Torch's own reader runs whatever is in that pickle, doesn't check that chunks cover a tensor, and unpickles a chunk once
+for each box of it.
 """
 
 from __future__ import annotations

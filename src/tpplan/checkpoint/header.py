@@ -1,4 +1,11 @@
-"""The header of a safetensors file: which tensors it holds, and at which bytes. Nothing in it is taken on trust."""
+"""The header of a safetensors file: which tensors it holds, and at which bytes. Nothing in it is taken on trust.
+
+in:  a file
+out: `Header`: a `Stored` for each tensor, in the order of their bytes
+
+safetensors reads headers as well, but doesn't tell at which bytes a tensor lies, takes a name twice, and of a header
+that lies it mostly names neither the tensor nor the statement.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The ranks that save together: a step fails on all of them, with the same words, or on none."""
+"""The ranks that save together: a step fails on all of them, with the same words, or on none.
+
+Torch's checkpoints do so for whole phases; here a rank that fails must go on to serve those that it has blocks for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Sketches: what stands for tensors in code that stacks, joins and cuts them, and tells afterwards which went where."""
+"""Sketches: what stands for tensors in code that stacks, joins and cuts them, and tells afterwards which went where.
+
+in:  the tensors of a checkpoint, code that is written for tensors
+out: which boxes of them its result consists of; transformers has to read them all whole to know
+"""
 
 from __future__ import annotations
 

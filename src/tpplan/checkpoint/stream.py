@@ -2,6 +2,9 @@
 
 In a round, each writer gets one block of its files. So all writers write at the same time, and no rank has more in
 memory than its shards, one block that it writes, and what it sends of others.
+
+Torch's HuggingFaceStorageWriter writes shards and joins them in a second copy on the disk. It keeps one offset for each
+tensor and file, so that a tensor of which a rank holds several boxes, as of packs, gets wrong numbers without an error.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Writers: safetensors files, tensor by tensor.
 
 Names, shapes and dtypes are known beforehand, so the header is written first, and the numbers follow as they come.
+safetensors' own writer needs all numbers of a file in memory at once.
 """
 
 from __future__ import annotations

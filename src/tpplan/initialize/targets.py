@@ -1,4 +1,4 @@
-"""A model's own tensors, and how each takes its part of the stock model's."""
+"""A model's own tensors against the stock model's, and how each takes its part of them."""
 
 from __future__ import annotations
 
