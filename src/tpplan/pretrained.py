@@ -24,7 +24,7 @@ from tpplan.checkpoint.agreed import AgreeingRanks
 from tpplan.checkpoint.files import CheckpointError, problem
 from tpplan.checkpoint.loading import load
 from tpplan.checkpoint.meter import Meter
-from tpplan.checkpoint.opened import Opened, opened_for
+from tpplan.checkpoint.opened import Opened, open_checkpoint
 from tpplan.checkpoint.progress import Progress
 from tpplan.checkpoint.stored import Checkpoint, read_checkpoint
 from tpplan.checkpoint.wanted import match
@@ -151,7 +151,7 @@ def _made_ready(asked: _Asked) -> _Ready:
     dtype = _dtype(asked.dtype, stored.config, checkpoint)
     model: Any = build_stock(kind, stored.config, dtype)
     model.config.name_or_path = os.fspath(asked.folder)
-    opened = opened_for(model, asked.folder, checkpoint, meter, asked.rename)
+    opened = open_checkpoint(model, asked.folder, asked.rename, checkpoint, meter)
     wrong = [held for held in match(model, opened.tensors, asked.strict).findings if held.severity is Severity.ERROR]
     if wrong:
         raise CheckpointError(wrong)

@@ -34,7 +34,11 @@ class Opened:
 
 
 def open_checkpoint(
-    model: nn.Module, source: str | os.PathLike[str], rename: Mapping[str, str] | None = None
+    model: nn.Module,
+    source: str | os.PathLike[str],
+    rename: Mapping[str, str] | None = None,
+    checkpoint: Checkpoint | None = None,
+    meter: Meter | None = None,
 ) -> Opened:
     """Read and check a checkpoint's headers, and find the model's names for its tensors.
 
@@ -42,22 +46,14 @@ def open_checkpoint(
         model: the model, sharded or not.
         source: a safetensors file, an index, or a folder with either.
         rename: regular expressions with what replaces their matches; see `load_weights`.
+        checkpoint: what was read of `source` before, if it was.
+        meter: counts what is read.
 
     Raises:
         CheckpointError: TP121, with all that is wrong.
     """
-    meter = Meter()
-    return opened_for(model, source, read_checkpoint(source, meter), meter, rename)
-
-
-def opened_for(
-    model: nn.Module,
-    source: str | os.PathLike[str],
-    checkpoint: Checkpoint,
-    meter: Meter,
-    rename: Mapping[str, str] | None = None,
-) -> Opened:
-    """As `open_checkpoint`, of a checkpoint whose headers were read."""
+    meter = meter or Meter()
+    checkpoint = checkpoint or read_checkpoint(source, meter)
     tensors, wrong = renamed(checkpoint.tensors, rename or {})
     if wrong:
         raise CheckpointError(wrong)
@@ -67,4 +63,4 @@ def opened_for(
     return Opened(os.fspath(source), checkpoint, named, meter)
 
 
-__all__ = ["Opened", "open_checkpoint", "opened_for"]
+__all__ = ["Opened", "open_checkpoint"]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from tpplan.runtime.parameters.pieces import Box
 
 
-def run_dim(box: Box, shape: tuple[int, ...]) -> int:
+def _run_dim(box: Box, shape: tuple[int, ...]) -> int:
     """The dim from which on a box is one stretch of the file: all dims after it are whole."""
     cut = [dim for dim, (count, whole) in enumerate(zip(box.sizes, shape, strict=True)) if count != whole]
     return cut[-1] if cut else 0
@@ -17,12 +17,12 @@ def run_dim(box: Box, shape: tuple[int, ...]) -> int:
 
 def run_length(box: Box, shape: tuple[int, ...]) -> int:
     """How many elements follow each other in the file."""
-    return math.prod(box.sizes[run_dim(box, shape) :])
+    return math.prod(box.sizes[_run_dim(box, shape) :])
 
 
 def runs(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Every stretch of the file: the element that it begins at, and its index in the box's dims before `run_dim`."""
-    dim = run_dim(box, shape)
+    """Every stretch of the file: the element that it begins at, and its index in the dims before those that it is in."""
+    dim = _run_dim(box, shape)
     steps = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     begin = sum(first * step for first, step in zip(box.start, steps, strict=True))
     for index in itertools.product(*(range(count) for count in box.sizes[:dim])):
@@ -34,4 +34,4 @@ def elements(boxes: Iterable[Box]) -> int:
     return sum(math.prod(box.sizes) for box in boxes)
 
 
-__all__ = ["elements", "run_dim", "run_length", "runs"]
+__all__ = ["elements", "run_length", "runs"]
