@@ -305,6 +305,16 @@ def test_materialised_buffers_are_left_alone(tmp_path: Path) -> None:
     assert torch.equal(dict(model.named_buffers())["inner.steps"], torch.arange(4))
 
 
+def test_a_parameter_that_was_frozen_on_meta_stays_frozen(tmp_path: Path) -> None:
+    state = _saved(tmp_path)
+    with torch.device("meta"):
+        model = Packs()
+    model.up.weight.requires_grad_(False)
+    tpplan.load_weights(model, tmp_path)
+    assert _holds(model, state)
+    assert {name for name, held in model.named_parameters() if not held.requires_grad} == {"up.weight"}
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ def run_length(box: Box, shape: tuple[int, ...]) -> int:
 
 
 def runs(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Every stretch of the file: the element that it begins at, and its index in the dims before those that it is in."""
+    """Every stretch of the file: the element that it begins at, and its index in the dims before those it is in."""
     dim = _run_dim(box, shape)
     steps = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     begin = sum(first * step for first, step in zip(box.start, steps, strict=True))
