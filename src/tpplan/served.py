@@ -22,11 +22,13 @@ from tpplan.ambience import ambience
 from tpplan.compiler.bind.bind import stored_tensors
 from tpplan.compiler.bind.inner_models import wrapped_models
 from tpplan.compiler.ir.objects import is_object, is_opaque
+from tpplan.compiler.ir.observations import CaptureSettings
 from tpplan.compiler.ir.pytree import tensors_in, with_tensors
 from tpplan.compiler.ir.trace import Path
-from tpplan.compiler.trace.capture import argument_names, on_shapes, takes_keywords, tell_inputs
+from tpplan.compiler.trace.capture import on_shapes, tell_inputs
 from tpplan.compiler.trace.device import device_of
 from tpplan.compiler.trace.preconditions import unfit_findings
+from tpplan.compiler.trace.signatures import argument_names, takes_keywords
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.inputs import Call, example_call
 from tpplan.plan import CompileError, Diagnostic, Plan
@@ -113,7 +115,8 @@ def _inner_call(model: nn.Module, name: str, arguments: tuple[Any, ...], keyword
     inner = skeleton.get_submodule(name)
     inner.forward = _reached  # also met where a wrapper calls `forward` itself, as peft's AdaLoRA does
     reached: _ReachedError | None = None
-    with on_shapes(skeleton, frozenset(), device_of(model), values=True) as recorder:
+    settings = CaptureSettings(skeleton.training, device=device_of(model), values=True)
+    with on_shapes(skeleton, settings) as recorder:
         tell_inputs(recorder, (arguments, keywords), example, names)
         try:
             skeleton(*example[0], **example[1])
@@ -127,7 +130,7 @@ def _inner_call(model: nn.Module, name: str, arguments: tuple[Any, ...], keyword
     def passed(path: Path, tensor: Tensor) -> Tensor:
         if id(tensor) in originals:
             return originals[id(tensor)][1]
-        numbers = None if tensor.is_floating_point() else recorder.numbers_of(tensor)
+        numbers = None if tensor.is_floating_point() else recorder.numbers.of(tensor)
         return tensor.detach().requires_grad_(tensor.requires_grad) if numbers is None else numbers
 
     _refuse_caches(model, name, reached.call)

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import tpplan
 from tests.compiler.toys import Mlp, Normed, frame_of, operations, traced, x_BSH
+from tpplan.compiler.ir.observations import CaptureSettings
 from tpplan.compiler.ir.trace import Frame, Operation, Trace
-from tpplan.compiler.trace.branches import CaptureSettings, record_model
-from tpplan.compiler.trace.capture import BodyError, capture
-from tpplan.compiler.trace.skeleton import make_skeleton
+from tpplan.compiler.trace.branches import record_model
+from tpplan.compiler.trace.capture import BodyError
 from tpplan.plan import CompileError
 
 
@@ -154,7 +154,7 @@ def test_a_tensor_left_in_an_attribute_is_kept() -> None:
             return x.cos()
 
     trace = traced(Calls(Leaves(), lambda inner, x: inner(x)), x_BSH())
-    assert list(trace.kept.values()) == ["inner.left"]
+    assert list(trace.effects.kept.values()) == ["inner.left"]
     assert operations(frame_of(trace, "inner")) == ["exp", "cos"]
 
 
@@ -233,7 +233,7 @@ def test_a_forward_that_reads_numbers_is_refused_and_a_test_of_a_mask_is_an_assu
         traced(Reads(), x_BSH())
     assert "reads the value of a tensor" in str(raised.value.__cause__)
     trace = traced(Tests(), x_BSH())
-    assert [a.module for a in trace.assumptions] == [""]
+    assert [a.module for a in trace.branches.assumptions] == [""]
     assert "proj" not in [f.module for f in trace.root.walk()]
 
 
@@ -258,7 +258,7 @@ def test_tied_parameters_are_one_value_with_all_their_names() -> None:
 def test_a_capture_leaves_the_model_alone() -> None:
     model = Mlp().eval()
     before = {name: (type(m), dict(vars(m))) for name, m in model.named_modules()}
-    capture(make_skeleton(model), (x_BSH(),), {}, training=True)
+    traced(model, x_BSH())
     assert before == {name: (type(m), dict(vars(m))) for name, m in model.named_modules()}
 
 
@@ -336,5 +336,5 @@ def test_a_branch_takes_the_side_that_uses_a_parameter() -> None:
             return x * self.beside["default"] if torch.rand(1) > 0.0 else x * 2.0
 
     trace, _ = record_model(Sometimes(), (torch.randn(2, 4),), {}, CaptureSettings(training=True))
-    assert [assumption.taken for assumption in trace.assumptions] == [True]
+    assert [assumption.taken for assumption in trace.branches.assumptions] == [True]
     assert [names for names in trace.parameters.values()] == [("beside.default",)]

@@ -8,14 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tpplan.compiler.ir.observations import CaptureSettings
 from tpplan.compiler.ir.trace import Frame, Operation
 from tpplan.compiler.trace.copied import with_copies
-from tpplan.compiler.trace.recorder import OpenFrame, Recorder
+from tpplan.compiler.trace.recorder import Recorder
+from tpplan.compiler.trace.tape import OpenFrame
 
 
 def source_of(run: Callable[[Tensor], tuple[Tensor, Tensor]], *shape: int) -> bool:
     """Whether the second of what `run` makes of a tensor is known as a copy of the first."""
-    recorder = Recorder()
+    recorder = Recorder(CaptureSettings(training=False))
     recorder.frames.append(OpenFrame("", 0, []))
     with recorder:
         numbers, result = run(torch.empty(shape, device="meta"))

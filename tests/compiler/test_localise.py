@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tpplan
-from tests.compiler.toys import ATTENTION, HIDDEN, Attention, Block, codes, compiled
+from tests.compiler.toys import ATTENTION, HIDDEN, Attention, Block, codes, compiled, traced
 from tpplan.compiler.check.attribute_reads import attributes_read
 from tpplan.compiler.ir.program import LocalAttribute
-from tpplan.compiler.trace.capture import capture
-from tpplan.compiler.trace.skeleton import make_skeleton
 
 
 def local(program: tpplan.Program) -> dict[str, tuple[LocalAttribute, ...]]:
@@ -167,7 +165,7 @@ def test_what_the_code_reads_is_seen_through_another_name() -> None:
             return x.view(-1, self.width).view(-1, self.settings.n_head, self.width // self.settings.n_head)
 
     model = nn.Sequential(Held())
-    trace = capture(make_skeleton(model), (torch.randn(2, HIDDEN),), {}, training=True)
+    trace = traced(model, torch.randn(2, HIDDEN))
     assert attributes_read(model, trace, (torch.randn(2, HIDDEN),), {}, "0") == {"width", "settings.heads"}
     assert type(model[0]) is Held
     assert type(model[0].settings) is Settings

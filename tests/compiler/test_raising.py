@@ -13,7 +13,8 @@ from tests.compiler.checks import asserted, checked, if_raise, or_long, unless_r
 from tests.compiler.toys import HIDDEN, MLP, compiled
 from tests.runtime.simulated import on_ranks, watched, worst
 from tpplan.calls.guard import CallGuard
-from tpplan.compiler.trace.branches import CaptureSettings, record_model
+from tpplan.compiler.ir.observations import CaptureSettings
+from tpplan.compiler.trace.branches import record_model
 from tpplan.plan import CompileError
 
 WIDTH = 24
@@ -45,7 +46,7 @@ def model(check: Callable[[Tensor], None]) -> Checks:
 @pytest.mark.parametrize("check", [if_raise, unless_raise, asserted, checked])
 def test_the_side_without_an_error_is_captured(check: Any) -> None:
     trace, _ = record_model(model(check), (x(),), {}, CaptureSettings(training=True))
-    assert [assumption.taken for assumption in trace.assumptions] == [check is not if_raise]
+    assert [assumption.taken for assumption in trace.branches.assumptions] == [check is not if_raise]
 
 
 def test_an_error_that_follows_from_no_branch_is_the_finding() -> None:

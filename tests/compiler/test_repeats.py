@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import tpplan
-from tpplan.compiler.trace import remembered as captures
-from tpplan.compiler.trace.branches import CaptureSettings
+from tpplan.compiler.ir.observations import CaptureSettings
+from tpplan.compiler.trace import branches as captures
 
 WIDTH, HEADS = 16, 4
 RAN: Counter[str] = Counter()

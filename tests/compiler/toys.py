@@ -11,8 +11,10 @@ from torch.nn import functional
 
 import tpplan
 from tpplan.compiler.bind.bind import Binding, bind
+from tpplan.compiler.ir.observations import CaptureSettings
 from tpplan.compiler.ir.trace import Frame, Operation, Trace
-from tpplan.compiler.trace.capture import capture
+from tpplan.compiler.trace.capture import Capture, record
+from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.skeleton import make_skeleton
 
 HIDDEN = 16
@@ -48,7 +50,7 @@ def codes(error: tpplan.CompileError) -> list[str]:
 
 
 def traced(model: nn.Module, *arguments: Any, training: bool = True, **keywords: Any) -> Trace:
-    return capture(make_skeleton(model), arguments, keywords, training)
+    return record(make_skeleton(model), arguments, keywords, Capture(Recorder(CaptureSettings(training))))
 
 
 def bound(model: nn.Module, modules: Mapping[str, Any], size: int = 2) -> Binding:

@@ -59,11 +59,12 @@ from tpplan.compiler.cover import Cover, NotCoveredError, Subject, cover
 from tpplan.compiler.explain.failed_captures import models_own
 from tpplan.compiler.ir.hidden import hidden_tensors
 from tpplan.compiler.ir.kept_tensors import WrapperError, is_wrapper
+from tpplan.compiler.ir.locations import Location
 from tpplan.compiler.ir.objects import hides_tensors, is_object, is_opaque
+from tpplan.compiler.ir.observations import Asked, Sides
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import tensors_in, tensors_of, with_tensors
 from tpplan.compiler.ir.steps import Step
-from tpplan.compiler.ir.trace import Asked, Location, Sides
 from tpplan.compiler.later import placement_difference
 from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request

@@ -19,8 +19,8 @@ from tpplan.calls.proofs import Proof
 from tpplan.calls.watch import Departure, Watch, sides
 from tpplan.compat.autograd import is_checkpointed
 from tpplan.compiler.explain.failed_captures import models_own
+from tpplan.compiler.ir.observations import Sides
 from tpplan.compiler.ir.steps import Step
-from tpplan.compiler.ir.trace import Sides
 from tpplan.compiler.trace.surroundings import generators
 from tpplan.plan import TpplanError
 from tpplan.runtime.around.onlookers import ChangingHookError

@@ -26,13 +26,15 @@ from tpplan.calls.call_arguments import without_opaque
 from tpplan.calls.proofs import cache_difference
 from tpplan.calls.storage import Forgetful, FusedAttention, StorageMeter
 from tpplan.compiler.ir.hidden import hidden_tensors
+from tpplan.compiler.ir.observations import CaptureSettings
 from tpplan.compiler.ir.program import Program, dtype_name
 from tpplan.compiler.ir.pytree import leaves, tensors_of, with_tensors
 from tpplan.compiler.ir.trace import Path
 from tpplan.compiler.later import placement_difference
 from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request
-from tpplan.compiler.trace.capture import argument_names, on_shapes
+from tpplan.compiler.trace.capture import on_shapes
+from tpplan.compiler.trace.signatures import argument_names
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.cost.traffic import Traffic, module_traffic
@@ -172,8 +174,9 @@ class _Prompt:
         before = [weakref.ref(item) for _, item in leaves((arguments, keywords)) if isinstance(item, Tensor)]
         around, meter = Surroundings(model), StorageMeter(_behind((arguments, keywords)))
         try:
-            shapes_alone = on_shapes(model, taken, torch.device(program.device), Forgetful, picking=compiled.picking)
-            with shapes_alone, torch.no_grad(), meter, FusedAttention():
+            device = torch.device(program.device)
+            settings = CaptureSettings(model.training, taken, device, picking=compiled.picking)
+            with on_shapes(model, settings, Forgetful), torch.no_grad(), meter, FusedAttention():
                 result = model(*arguments, **keywords)
         except TpplanError:
             raise

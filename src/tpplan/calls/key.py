@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from tpplan.compiler.cover import LEAST_LENGTH
 from tpplan.compiler.ir.objects import is_opaque
 from tpplan.compiler.ir.pytree import children, has_own_state, is_record, shows_its_state
-from tpplan.compiler.trace.capture import argument_names
+from tpplan.compiler.trace.signatures import argument_names
 from tpplan.state.content import DEEPEST, Identity, Reader, leaf, plain
 from tpplan.state.parts import PLAIN, Bytes, UnseenError, class_data, parts
 

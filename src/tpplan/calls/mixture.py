@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from tpplan.calls.watch import Departure
+from tpplan.compiler.ir.locations import Location
 from tpplan.compiler.ir.steps import Step
-from tpplan.compiler.ir.trace import Location
 
 Signature = frozenset[tuple[Location, bool]]
 _Position = tuple[int, int]

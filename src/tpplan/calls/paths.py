@@ -13,8 +13,9 @@ from tpplan.calls.key import CallKey, CallKind, Part, in_state
 from tpplan.calls.mixture import Mixture, signature
 from tpplan.calls.proofs import Proof
 from tpplan.calls.watch import Departure, Proved, departure
+from tpplan.compiler.ir.locations import Location
+from tpplan.compiler.ir.observations import Sides
 from tpplan.compiler.ir.steps import Step, Stream
-from tpplan.compiler.ir.trace import Location, Sides
 from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.trace.chance import TORCH
 

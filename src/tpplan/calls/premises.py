@@ -19,7 +19,7 @@ from tpplan.calls.describe import contents, listed
 from tpplan.calls.key import KeyReader
 from tpplan.compiler.cover import NotCoveredError, cover
 from tpplan.compiler.pipeline import Compiled
-from tpplan.compiler.trace.capture import argument_names
+from tpplan.compiler.trace.signatures import argument_names
 
 Kind = Literal["argument", "size", "branch", "number", "mode", "memory", "state"]
 

@@ -95,7 +95,7 @@ class Forgetful(Recorder):
         numbers: Tensor | None = None,
     ) -> int:
         value = super()._new_value(tensor, geometry, differentiable, storage_of, numbers)
-        self._alive.pop()
+        self.alive.pop()
         weakref.finalize(tensor, self._identity.pop, id(tensor), None)
         return value
 

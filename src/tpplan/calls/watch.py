@@ -18,8 +18,9 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from tpplan.compat.flex_attention import FLEX_ATTENTION, run_flex_attention
+from tpplan.compiler.ir.locations import Location
+from tpplan.compiler.ir.observations import Sides
 from tpplan.compiler.ir.steps import Step, Stream, side_of, step_of
-from tpplan.compiler.ir.trace import Location, Sides
 
 
 @dataclass(frozen=True, slots=True)

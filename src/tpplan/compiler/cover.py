@@ -31,7 +31,8 @@ from tpplan.compiler.ir.objects import note_alike
 from tpplan.compiler.ir.program import LocalAttribute
 from tpplan.compiler.ir.pytree import children, with_tensors
 from tpplan.compiler.ir.trace import Frame, Operation, Path, Trace, Value
-from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record
+from tpplan.compiler.trace.capture import BodyError, Capture, record
+from tpplan.compiler.trace.signatures import argument_names
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.symbolic import Results, SymbolicRecorder, fix, symbols
 from tpplan.ops.dim_map import is_sized
@@ -135,8 +136,8 @@ def _cover(subject: Subject, sizes: SizeSymbols, sizes_of: SizesOf, own: int) ->
     named = _Named(sizes)
     arguments, keywords = _symbolic_call(subject, named)
     results: Results = {}
-    state = Capture(SymbolicRecorder.remembering(results, given.trace))
-    whole = record(make_skeleton(given.model), arguments, keywords, given.trace.training, state)
+    state = Capture(SymbolicRecorder(results, given.trace.settings))
+    whole = record(make_skeleton(given.model), arguments, keywords, state)
     _require_same(given.trace, whole)
     layouts = given.assignment.layouts
     _require_even(given, whole)
@@ -147,7 +148,7 @@ def _cover(subject: Subject, sizes: SizeSymbols, sizes_of: SizesOf, own: int) ->
         arguments=arguments,
         keywords=keywords,
         results=state.results,
-        recorder=functools.partial(SymbolicRecorder.remembering, results),
+        recorder=functools.partial(SymbolicRecorder, results),
         symbolic=True,
     )
     for rank in local_run.different_ranks(given):
@@ -325,12 +326,14 @@ def _require_same(trace: Trace, symbolic: Trace) -> None:
     counts = [sum(1 for _ in _content(held.recorded)) for held in (trace, symbolic)]
     if counts[0] != counts[1]:
         raise NotCoveredError("with symbols it runs another number of operations")
-    same = [
-        (t.assumptions, t.inputs, sorted(t.kept.items()), sorted(map(str, t.left.items())), t.chosen, t.written)
-        for t in (trace, symbolic)
-    ]
-    if same[0] != same[1]:
+    if _decided(trace) != _decided(symbolic):
         raise NotCoveredError("with symbols it leaves or decides something else")
+
+
+def _decided(trace: Trace) -> object:
+    """What a record leaves and decides."""
+    left = (sorted(trace.effects.kept.items()), sorted(map(str, trace.effects.left.items())), trace.effects.written)
+    return trace.branches.assumptions, trace.inputs, trace.numbers.chosen, left
 
 
 def _geometry(value: Value) -> object:

@@ -34,14 +34,7 @@ def after_a_call(
     around = Surroundings(model)
     try:
         skeleton = make_skeleton(model)
-        record(
-            skeleton,
-            arguments,
-            keywords,
-            trace.training,
-            Capture(Recorder.like(trace)),
-            around,
-        )
+        record(skeleton, arguments, keywords, Capture(Recorder(trace.settings)), around)
         yield without_records(skeleton.model)
     finally:
         around.restore()

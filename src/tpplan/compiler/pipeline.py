@@ -43,10 +43,11 @@ from tpplan.compiler.explain.warnings import exchanges, warnings_for
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.facts import Facts
 from tpplan.compiler.ir.layout import Features
+from tpplan.compiler.ir.observations import Asked, Assumption, Sides
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import tensors_in
 from tpplan.compiler.ir.steps import Stream
-from tpplan.compiler.ir.trace import Asked, Assumption, Operation, Path, Sides, Trace
+from tpplan.compiler.ir.trace import Operation, Path, Trace
 from tpplan.compiler.later import after_a_call, before_any_call, refuse_difference
 from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.place.solution import Constraints
@@ -173,10 +174,12 @@ def _compile_with_later(request: Request) -> Compiled:
         return compiled
     with after_a_call(request.model, trace, request.arguments, request.keywords) as later:
         again = replace(
-            request, model=later, training=trace.training, partly=True, taken=trace.taken, device=trace.device,
-            members=compiled.members,
+            request, model=later, training=trace.settings.training, partly=True, taken=trace.settings.taken,
+            device=trace.settings.device, members=compiled.members,
         )  # fmt: skip
-        again = replace(again, captures=request.captures.where(("after", again.capture_settings(trace.training))))
+        again = replace(
+            again, captures=request.captures.where(("after", again.capture_settings(trace.settings.training)))
+        )
         other, *_ = _compile(again)
     refuse_difference(compiled.program, other.program)
     return replace(compiled, later=other.streams, subject=None, results=compiled.results | other.results)
@@ -270,10 +273,11 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
         program = replace(program, assumed=tuple(untried))
     dump.program(program)
     compiled = Compiled(
-        program, solved.streams, trace.assumptions, traced=digest_of(trace, program), writes=bool(trace.written),
-        keeps_writing=state.sequel.writes, idle=state.sequel.idle, asked=trace.asked, members=members,
-        facts=trace.facts, wraps=trace.wraps, picking=trace.picking, subject=_subject(problem, solved.placed, program),
-        called=_called(trace), drawn=trace.drawn, draws_unseen=trace.draws_unseen, tests=trace.tests,
+        program, solved.streams, trace.branches.assumptions, traced=digest_of(trace, program),
+        writes=bool(trace.effects.written), keeps_writing=state.sequel.writes, idle=state.sequel.idle,
+        asked=trace.asked, members=members, facts=trace.numbers.facts, wraps=trace.effects.wraps,
+        picking=trace.settings.picking, subject=_subject(problem, solved.placed, program), called=_called(trace),
+        drawn=trace.draws.told, draws_unseen=trace.draws.unseen, tests=trace.branches.tests,
         untried=tuple(trial for trial in untried.values() if trial is not None),
         results=frozenset(path for path, _ in tensors_in(state.results["", 0])),
     )  # fmt: skip
@@ -287,7 +291,7 @@ def _device_of(request: Request) -> torch.device:
 
 
 def _subject(problem: Problem, placed: Placed, program: Program) -> Subject | None:
-    if problem.trace.facts is not None:
+    if problem.trace.numbers.facts is not None:
         return None
     learned = placed.learned
     return Subject(placed.to_check(problem), learned.attributes, learned.recorded, program.sequence_dims)
@@ -315,7 +319,7 @@ def _program(problem: Problem, placed: Placed, notes: Sequence[Diagnostic], aske
     modules = dict(named_modules(request.model))
     kernels = (
         ()
-        if flow.trace.takes_gradients
+        if flow.trace.gradients.taken_inside
         else substitute(
             modules, request.plan, flow, binding, placed.assignment, placed.instance, frozenset(learned.recorded)
         )

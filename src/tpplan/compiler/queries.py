@@ -25,15 +25,16 @@ from tpplan.compiler.bind.wrappers import unwrap
 from tpplan.compiler.explain.failed_captures import of_capture
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import Features, Layout, Pack
+from tpplan.compiler.ir.observations import CaptureSettings
 from tpplan.compiler.ir.region import Instance, OperationNode, Region
 from tpplan.compiler.ir.trace import Trace
 from tpplan.compiler.rewrite.recognise import Norm, recognise, recognise_gated
 from tpplan.compiler.rules.convolution import GROUPS, weight_layout
 from tpplan.compiler.rules.propagate import Outcome, Refusal
 from tpplan.compiler.rules.propagate import Propagator as Rules
-from tpplan.compiler.trace.branches import CaptureSettings
+from tpplan.compiler.trace.branches import Captures
+from tpplan.compiler.trace.device import device_of
 from tpplan.compiler.trace.preconditions import unfit_findings
-from tpplan.compiler.trace.remembered import Captures
 from tpplan.compiler.trace.unread import with_unread
 from tpplan.ops.registry import is_entrywise
 from tpplan.plan import CompileError, Diagnostic, Plan, Rule, Severity, Style
@@ -99,7 +100,7 @@ class Study:
         self.size = size
         self.captures = Captures()
         self.trace = with_unread(self._captured(arguments, keywords))
-        self.keeps = self.trace.training and not model.training and self._keeps_more(arguments, keywords)
+        self.keeps = self.trace.settings.training and not model.training and self._keeps_more(arguments, keywords)
         self.root: Instance = build_regions(self.trace, bind(model, Plan(), size)[0])
         self._flow = DataFlow(self.trace)
         self._readers = Readers(self._flow)
@@ -108,17 +109,19 @@ class Study:
         errors: list[BaseException] = []
         for training in (True, False):
             try:
-                return self.captures.record(self.model, arguments, keywords, CaptureSettings(training))[0]
+                settings = CaptureSettings(training, device=device_of(self.model))
+                return self.captures.record(self.model, arguments, keywords, settings)[0]
             except Exception as error:  # whatever the model raises is the finding
                 errors.append(error)
         raise CompileError([of_capture(errors[-1])])
 
     def _keeps_more(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
         try:
-            trace = self.captures.record(self.model, arguments, keywords, CaptureSettings(training=False))[0]
+            settings = CaptureSettings(training=False, device=device_of(self.model))
+            trace = self.captures.record(self.model, arguments, keywords, settings)[0]
         except Exception:  # whatever the model raises there, no plan changes that
             return False
-        return not {*trace.kept.values()} <= {*self.trace.kept.values()}
+        return not {*trace.effects.kept.values()} <= {*self.trace.effects.kept.values()}
 
     def computed_weights(self) -> dict[str, ComputedWeight]:
         """The weights that layers or torch's parametrizations compute of parameters, and what is done with each."""

@@ -200,7 +200,7 @@ def _recorded(subject: CheckInput, learned: Learned, mismatch: Mismatch) -> Lear
         return None  # its operations would run, with their own derivatives
     if name in learned.recorded or not name or _takes_uneven(subject, mismatch.frame):
         return None
-    if name in subject.trace.reducing | subject.trace.looking:
+    if name in subject.trace.settings.reducing | subject.trace.settings.looking:
         return None  # a record doesn't know these functions
     equal = {n for n in equal_modules(subject.instance, mismatch.frame) if type(modules[n]) is type(modules[name])}
     learned = learned.recording(equal)

@@ -15,9 +15,11 @@ from torch import nn
 
 from tpplan.compiler.bind.wrappers import Members
 from tpplan.compiler.ir.layout import Layout
-from tpplan.compiler.ir.trace import Location, Path
-from tpplan.compiler.trace.branches import CaptureSettings
-from tpplan.compiler.trace.remembered import Captures
+from tpplan.compiler.ir.locations import Location
+from tpplan.compiler.ir.observations import CaptureSettings
+from tpplan.compiler.ir.trace import Path
+from tpplan.compiler.trace.branches import Captures
+from tpplan.compiler.trace.device import device_of
 from tpplan.plan import Plan
 
 
@@ -69,8 +71,9 @@ class Request:
 
     def capture_settings(self, training: bool) -> CaptureSettings:
         """How to record the call in a mode."""
+        device = self.device or device_of(self.model)
         return CaptureSettings(
-            training, self.taken, self.device, self.reducing, self.values, self.looking, self.replays, self.records
+            training, self.taken, device, self.reducing, self.values, self.looking, self.replays, self.records
         )
 
 

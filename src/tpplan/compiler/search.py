@@ -23,6 +23,13 @@ from tpplan.compiler.dump import Dump
 from tpplan.compiler.explain import failures
 from tpplan.compiler.explain.bounded import bounded
 from tpplan.compiler.explain.computed_steps import of_computed
+from tpplan.compiler.explain.left_behind import (
+    branch_findings,
+    effect_findings,
+    hidden_findings,
+    left_findings,
+    seeded_findings,
+)
 from tpplan.compiler.explain.warnings import gathered_columns
 from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS
 from tpplan.compiler.ir.layout import REPLICATED
@@ -46,13 +53,6 @@ from tpplan.compiler.place.tails import tails
 from tpplan.compiler.problem import Learned, Placed, Problem
 from tpplan.compiler.refine import refine, unrecorded
 from tpplan.compiler.rules.propagate import Propagator
-from tpplan.compiler.trace.effects import (
-    branch_findings,
-    effect_findings,
-    hidden_findings,
-    left_findings,
-    seeded_findings,
-)
 from tpplan.cost.communication import NVLINK
 from tpplan.plan import CompileError, Diagnostic, InternalError
 
@@ -297,13 +297,13 @@ def _around(instance: Instance, modules: Collection[str]) -> Iterator[str]:
 def _tested(problem: Problem, placed: Placed) -> set[int]:
     """Values that the model branches on, and that aren't whole on every rank."""
     layouts = placed.assignment.layouts
-    return {value for value in problem.trace.tested if layouts.get(value, REPLICATED) != REPLICATED}
+    return {value for value in problem.trace.numbers.tested if layouts.get(value, REPLICATED) != REPLICATED}
 
 
 def _conflict_findings(problem: Problem, placed: Placed) -> list[Diagnostic]:
     """Report what no constraint could reconcile."""
     assignment = placed.assignment
-    tested = {value: problem.trace.tested[value] for value in _tested(problem, placed)}
+    tested = {value: problem.trace.numbers.tested[value] for value in _tested(problem, placed)}
     return [
         *shared_module_findings(conflicting_modules(assignment, problem.trace), assignment, problem.binding),
         *mixed_gradient_findings(mixed_gradients(assignment), assignment),
@@ -316,8 +316,8 @@ def _effect_findings(problem: Problem, placed: Placed) -> list[Diagnostic]:
     trace, layouts = problem.trace, placed.assignment.layouts
     return [
         *effect_findings(trace, layouts),
-        *hidden_findings(trace.hidden, layouts),
-        *seeded_findings(trace.seeded, layouts),
+        *hidden_findings(trace.effects.hidden, layouts),
+        *seeded_findings(trace.draws.seeded, layouts),
         *left_findings(trace, layouts, _split_lengths(problem, placed)),
     ]
 

@@ -29,6 +29,7 @@ from tpplan.compiler.check.shared_experts import Arguments, arguments_of, meta_c
 from tpplan.compiler.dump import Dump
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL
+from tpplan.compiler.ir.observations import CaptureSettings
 from tpplan.compiler.ir.trace import Trace
 from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.place.solution import Constraints
@@ -37,7 +38,7 @@ from tpplan.compiler.request import Request
 from tpplan.compiler.rewrite.lemmas import justify
 from tpplan.compiler.rewrite.routed import NotRoutedError
 from tpplan.compiler.search import search
-from tpplan.compiler.trace.branches import CaptureSettings, record_model
+from tpplan.compiler.trace.branches import record_model
 from tpplan.plan import CompileError, Diagnostic, Severity
 
 _ARGUMENTS = (REPLICATED, REPLICATED_PARTIAL)
@@ -99,7 +100,9 @@ def _compiled(
 ) -> SplitInside:
     """The module as a model of its own, on the ranks of a group."""
     call = meta_call(given)
-    own, state = record_model(module, call, {}, CaptureSettings(trace.training, frozenset(), trace.device))
+    own, state = record_model(
+        module, call, {}, CaptureSettings(trace.settings.training, frozenset(), trace.settings.device)
+    )
     flow = DataFlow(own)
     bound = {leaf: replace(held, name=leaf, group=(0, 0)) for leaf, held in rules.items()}
     unpacked = pack(module, flow, Binding(bound, {}, {}), ranks)
@@ -107,7 +110,9 @@ def _compiled(
     findings = [*unpacked.findings, *inexact]
     if any(finding.severity is Severity.ERROR for finding in findings):
         raise _UnfitError(findings)
-    alone = Request(module, request.plan, ranks, call, {}, training=own.training, device=own.device, moves=False)
+    alone = Request(
+        module, request.plan, ranks, call, {}, training=own.settings.training, device=own.settings.device, moves=False
+    )
     read = functools.cache(functools.partial(attributes_read, module, own, call, {}))
     problem = Problem(alone, binding, flow, state.results, unpacked.heads, unpacked.features, read)
     solved = search(problem, Learned(Constraints(), {}), Dump(None))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tpplan.compat.modes import without_dispatch_modes, without_function_modes
-from tpplan.compiler.trace.recorder import Recorder as Capture
+from tpplan.compiler.ir.locations import location_now
 from tpplan.initialize.construction_recorder import ConstructionRecorder
 from tpplan.initialize.findings import UNKNOWN, problem
 
@@ -44,7 +44,7 @@ class Answers(TorchFunctionMode):
         """Answer, or call `func`."""
         keywords: dict[str, Any] = kwargs or {}
         if keywords.get("device") is not None and torch.device(keywords["device"]).type == "meta":
-            place = Capture.location()
+            place = location_now()
             raise problem(
                 UNKNOWN,
                 f"the stock model's constructor makes tensors on `meta`{'' if place is None else f' at {place}'}",

@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from tpplan.compat.modes import RecordingMode, without_function_modes
 from tpplan.compat.schemas import OpOverload, is_random, schema_argument_names, schema_mutates, takes_device
 from tpplan.compat.tensors import storage_key
-from tpplan.compiler.trace.recorder import Recorder as Capture
+from tpplan.compiler.ir.locations import location_now
 from tpplan.initialize.evaluate import Evaluator
 from tpplan.initialize.executor import listed, mapped, over
 from tpplan.initialize.findings import InitializationError, cannot
@@ -215,7 +215,7 @@ class ConstructionRecorder(RecordingMode):
 
 
 def _cannot(what: str, *notes: str) -> InitializationError:
-    place = Capture.location()
+    place = location_now()
     return cannot(what if place is None else f"{what} at {place}", *notes)
 
 

@@ -14,6 +14,18 @@ ALIAS: OpOverload = _aten.alias.default
 CLONE: OpOverload = _aten.clone.default
 SLICE: OpOverload = _aten.slice.Tensor
 MM: OpOverload = _aten.mm.default
+# By which numbers are read, compared and found in tensors.
+NUMBER: OpOverload = _aten._local_scalar_dense.default
+EQUAL: OpOverload = _aten.equal.default
+NONZERO: OpOverload = _aten.nonzero.default
+COUNT_NONZERO: OpOverload = _aten.count_nonzero.default
+UNIQUE: OpOverload = _aten._unique2.default
+MASKED_SELECT: OpOverload = _aten.masked_select.default
+INDEX: OpOverload = _aten.index.Tensor
+TO_COPY: OpOverload = _aten._to_copy.default
+# Look-ups of a frozen table, and of any, which compute the same.
+FROZEN_BAG: OpOverload = _aten._embedding_bag_forward_only.default
+BAG: OpOverload = _aten._embedding_bag.default
 # By which a body that runs from its record takes a part of a whole value, and reshards one: models don't call these, so
 # that a check knows them.
 ALIAS_COPY: OpOverload = _aten.alias_copy.default
@@ -46,6 +58,7 @@ OF_CLASSES: Mapping[str, OpOverload] = {
 }
 
 __all__ = [
-    "ALIAS", "ALIAS_COPY", "CLONE", "MM", "OF_CLASSES", "RULED_AS", "SLICE", "SLICE_COPY", "STRIDED_COPY",
+    "ALIAS", "ALIAS_COPY", "BAG", "CLONE", "COUNT_NONZERO", "EQUAL", "FROZEN_BAG", "INDEX", "MASKED_SELECT", "MM",
+    "NONZERO", "NUMBER", "OF_CLASSES", "RULED_AS", "SLICE", "SLICE_COPY", "STRIDED_COPY", "TO_COPY", "UNIQUE",
     "VIEWS_OF_PARTS",
 ]  # fmt: skip

@@ -281,6 +281,10 @@ DRAWN_BY_SHAPE = ("aten::rand", "aten::normal_", "aten::uniform_", "aten::expone
 """How operators begin that take one number of the stream for each entry, whatever their operands' numbers are."""
 UNSET = ("aten::empty", "aten::new_empty", "aten::set_", "aten::resize_")
 """How operators begin whose results have numbers that nobody wrote."""
+WITHOUT_GRADIENT = frozenset(
+    f"aten::{name}" for name in ("detach", "detach_", "new_empty", "new_full", "new_ones", "new_zeros")
+)
+"""Operators that cut the gradient off, or read no number of what they are given."""
 FUSED_ATTENTION = "_scaled_dot_product"
 """How the names of torch's fused operators of attention begin, without their namespace."""
 _PACKAGE = "tpplan."
@@ -357,6 +361,6 @@ def base_name(name: str) -> str:
 
 
 __all__ = [
-    "DRAWN_BY_SHAPE", "FUSED_ATTENTION", "ROLES", "TABLE", "UNSET", "Operator", "base_name", "first_factor",
-    "has_role", "image_dims", "is_entrywise", "lookup",
+    "DRAWN_BY_SHAPE", "FUSED_ATTENTION", "ROLES", "TABLE", "UNSET", "WITHOUT_GRADIENT", "Operator", "base_name",
+    "first_factor", "has_role", "image_dims", "is_entrywise", "lookup",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from tpplan.compiler.trace.capture import argument_names
+from tpplan.compiler.trace.signatures import argument_names
 from tpplan.parity.tree import map_tensors, path_name, tensors_in
 
 

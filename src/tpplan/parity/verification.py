@@ -15,7 +15,7 @@ from tpplan.compiler.ir.program import Program
 from tpplan.compiler.later import placement_difference
 from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.request import Request
-from tpplan.compiler.trace.remembered import Captures
+from tpplan.compiler.trace.branches import Captures
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.parity.budget import choose_dtype, refuse_too_large
 from tpplan.parity.call import Call, call_with_numbers

@@ -23,7 +23,7 @@ from tpplan.compat.modes import TorchDispatchMode
 from tpplan.compat.trees import flattened_tree, rebuilt_tree
 from tpplan.compiler.ir.pytree import with_tensors
 from tpplan.compiler.pipeline import Compiled
-from tpplan.compiler.trace.capture import argument_names
+from tpplan.compiler.trace.signatures import argument_names
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.plan import CompileError, Diagnostic, Severity, TpplanError

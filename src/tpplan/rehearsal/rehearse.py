@@ -27,13 +27,15 @@ from tpplan.compat.modules import named_modules
 from tpplan.compat.propagator import fake_mesh
 from tpplan.compiler.ir.kept_tensors import is_wrapper, wrapper_on_meta
 from tpplan.compiler.ir.layout import Pack, all_reduce_of
+from tpplan.compiler.ir.observations import CaptureSettings
 from tpplan.compiler.ir.program import ParameterPlacement, Program
 from tpplan.compiler.ir.pytree import tensors_of, with_items, with_tensors
 from tpplan.compiler.ir.steps import Heard, Stream, renamed
 from tpplan.compiler.ir.trace import Path, quoted
 from tpplan.compiler.pipeline import Compiled
-from tpplan.compiler.trace.capture import argument_names, on_shapes, tell_inputs
-from tpplan.compiler.trace.recorder import AlignmentError
+from tpplan.compiler.trace.capture import on_shapes, tell_inputs
+from tpplan.compiler.trace.meta_results import AlignmentError
+from tpplan.compiler.trace.signatures import argument_names
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.cost.communication import bytes_sent
@@ -197,7 +199,8 @@ def _differentiated(model: nn.Module, compiled: Compiled, example: _Call, names:
     call = with_tensors(*example, names, like_on(_META))
     taken = frozenset(a.location for a in compiled.assumptions if a.taken and a.location is not None)
     device, values = torch.device(compiled.program.device), compiled.facts is not None
-    with on_shapes(model, taken, device, values=values, picking=compiled.picking) as recorder:
+    settings = CaptureSettings(model.training, taken, device, values=values, picking=compiled.picking)
+    with on_shapes(model, settings) as recorder:
         tell_inputs(recorder, example, call, names)
         with without_packing():
             result = model(*call[0], **call[1])

@@ -90,7 +90,7 @@ def find_buffer_use(readers: Readers, value: int) -> Addend | None:
     One that the model writes to stays whole, as the whole is read again after the call; except for the statistics of
     batch norms, which are made whole again.
     """
-    replaced = not {*readers.trace.buffers[value]}.isdisjoint(readers.trace.kept.values())
+    replaced = not {*readers.trace.buffers[value]}.isdisjoint(readers.trace.effects.kept.values())
     read = [(operation, seen) for _, operation, seen in readers.of(value)]
     kept = [seen == value and seen in kept_statistics(operation.name, operation.arguments) for operation, seen in read]
     unlike = any(kept) and not all(kept)

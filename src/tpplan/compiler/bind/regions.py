@@ -17,7 +17,7 @@ from tpplan.compiler.bind.bind import Binding, Bound
 from tpplan.compiler.ir.layout import Pack
 from tpplan.compiler.ir.program import Recurrence
 from tpplan.compiler.ir.region import CallNode, Instance, LocalValue, OperationNode, Region, RegionBoundary, picks_of
-from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Operation, Path, Reference, Trace
+from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Operation, Path, Reference, Trace, filled
 from tpplan.compiler.rules.recurrent import made_layout
 from tpplan.compiler.trace.unread import final_values, live_values
 from tpplan.plan import Pin, Style
@@ -70,7 +70,7 @@ class _Builder:
         self.lasting, self.weights, self.passed = _lasting(trace, binding, self.constants)
         self._kinds = table.values
         self._answered: set[int] = set()
-        self._left = {*trace.kept, *trace.left.values(), *trace.hidden}
+        self._left = trace.effects.leaving
 
     def build(self, frame: Frame, depth: int) -> Instance:
         local = _Numbers()
@@ -147,7 +147,7 @@ class _Builder:
         """
         operations = [node for node in frame.body if isinstance(node, Operation)]
         calls = [node for node in frame.body if isinstance(node, Frame)]
-        apart = self.trace.takes_gradients or any(node.overwritten for node in operations)
+        apart = self.trace.gradients.taken_inside or any(node.overwritten for node in operations)
         found = {c.source for crossings in (frame.exits, *(call.entries for call in calls)) for c in crossings}
         found |= {*self.escapes.get(id(frame), ()), *self._left, *(i for call in calls for i in self._free_in(call))}
         for node in reversed(operations):
@@ -174,7 +174,7 @@ class _Builder:
         buffer = self.binding.parameters.get(self.trace.buffers.get(identifier, ("",))[0])
         layout = buffer if buffer is not None and buffer.is_sharded else layout
         constant, picks = identifier in self.constants, picks_of(value.numbers)
-        gradless = identifier in self.trace.gradless
+        gradless = identifier in self.trace.gradients.gradless
         weight, lengths = identifier in self.weights, self._lengths(identifier)
         key = (
             value.shape, value.stride, value.dtype, value.differentiable, layout, constant, picks, gradless, weight,
@@ -228,17 +228,13 @@ def _exit_packs(path: Path, recurrent: Recurrence | None, packs: tuple[Pack, ...
 
 
 def _operation(node: Operation, local: _Numbers) -> OperationNode:
-    def refer(argument: Any) -> Any:
-        if isinstance(argument, Reference):
-            return Reference(local(argument.identifier))
-        if isinstance(argument, tuple):
-            return tuple(refer(item) for item in argument)  # pyright: ignore
-        return argument
+    def refer(value: int) -> Reference:
+        return Reference(local(value))
 
     return OperationNode(
         node.target,
-        tuple(refer(a) for a in node.arguments),
-        tuple((name, refer(a)) for name, a in node.keywords.items()),
+        filled(node.arguments, refer),
+        tuple((name, filled(a, refer)) for name, a in node.keywords.items()),
         tuple(local(i) for i in node.inputs),
         tuple(None if o is None else local(o) for o in node.outputs),
         tuple(local(i) for i in node.overwritten),

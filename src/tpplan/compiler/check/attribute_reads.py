@@ -35,8 +35,7 @@ def attributes_read(
             skeleton,
             arguments,
             keywords,
-            trace.training,
-            Capture(Recorder.like(trace), leaves=False),
+            Capture(Recorder(trace.settings), leaves=False),
         )
     except Exception:  # a class that can't be derived from, or a body that looks at classes: nothing is known then
         return known

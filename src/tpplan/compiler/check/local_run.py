@@ -42,17 +42,19 @@ from tpplan.compiler.check.same_steps import (
 from tpplan.compiler.ir.inner_gradient import GRADIENT
 from tpplan.compiler.ir.kept_tensors import is_wrapper, wrapper_on_meta
 from tpplan.compiler.ir.layout import REPLICATED, Collective, Layout, Pack, reshard_between
+from tpplan.compiler.ir.locations import Location
 from tpplan.compiler.ir.program import LocalAttribute, splits_sequence
 from tpplan.compiler.ir.pytree import Walk, leaves, with_tensors
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.steps import Heard, Stream
-from tpplan.compiler.ir.trace import Cut, Frame, Location, Operation, Path, Trace, Value
+from tpplan.compiler.ir.trace import Cut, Frame, Operation, Path, Trace, Value
 from tpplan.compiler.place.assign import PlacedReshard, record_of
 from tpplan.compiler.rewrite.replay import Replay
 from tpplan.compiler.rules.propagate import Propagator
 from tpplan.compiler.rules.recurrent import made_layout
-from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record
+from tpplan.compiler.trace.capture import BodyError, Capture, record
 from tpplan.compiler.trace.left_state import is_same
+from tpplan.compiler.trace.signatures import argument_names
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.ops.issued import ALIAS_COPY, STRIDED_COPY
 from tpplan.plan import Style
@@ -139,15 +141,15 @@ def run_rank(
             setattr(modules[name], *replaced_attribute(modules[name], attribute.name, attribute.on(given.rank)))
     _replay(given, modules, recorded)
     boundary = _LocalBoundary(given, excused, attributes, modules, every_call, shown)
-    state = Capture(given.recorder(given.trace), boundary)
-    state.recorder.listening = True
-    state.recorder.whole = False
-    state.recorder.unused = dict(_unused_gradients(given.trace))
+    state = Capture(given.recorder(given.trace.settings), boundary)
+    state.recorder.steps.listens = True
+    state.recorder.gradients.whole = False
+    state.recorder.gradients.unused = dict(_unused_gradients(given.trace))
     run: Trace | None = None
     failed: Frame | None = None
     reason = ""
     try:
-        run = record(skeleton, *local_call(given), given.trace.training, state)
+        run = record(skeleton, *local_call(given), state)
         local, values = run.recorded, run.values
     except BodyError as error:
         local, values, failed = error.root, tuple(state.recorder.values), error.frame
@@ -156,7 +158,7 @@ def run_rank(
     if failed is None:
         local = without_constants(root, local, recorded)
     frames = {(f.module, f.call): (f, place) for f, place in _in_order(root)}
-    given = replace(given, surprising=bool(state.recorder.surprising))
+    given = replace(given, surprising=bool(state.recorder.gradients.surprising))
     operands = Correspondence(root, local, REARRANGING)
     found: list[Mismatch] = []
     for caller, frame in _with_callers(local):
@@ -194,7 +196,9 @@ def run_rank(
             return run_rank(given, attributes, excused, recorded, every_call=True)  # calls left out write as well
         found += left
     stream = (
-        None if state.heard is None else Stream(boundary.filled(state.heard), given.trace.chosen, given.trace.cached)
+        None
+        if state.heard is None
+        else Stream(boundary.filled(state.heard), given.trace.numbers.chosen, given.trace.effects.cached)
     )
     first = min(found, key=_when, default=None)
     return first if first is None else replace(first, shown=boundary.shown_before(first.when, frames)), stream
@@ -307,8 +311,8 @@ def _listed(numbers: Tensor) -> str:
 def _compare_written(given: CheckInput, run: Trace) -> list[Mismatch]:
     """Numbers that the run leaves in attributes and globals must be those of the unsharded model, too."""
     place = len(given.trace.recorded.body)
-    for name in sorted(run.written | given.trace.written):
-        expected, held = given.trace.state.get(name), run.state.get(name)
+    for name in sorted(run.effects.written | given.trace.effects.written):
+        expected, held = given.trace.effects.state.get(name), run.effects.state.get(name)
         if is_same(held, expected):
             continue
         if _is_new_each_time(given, name):
@@ -326,9 +330,9 @@ def _compare_written(given: CheckInput, run: Trace) -> list[Mismatch]:
 
 def _is_new_each_time(given: CheckInput, name: str) -> bool:
     """Whether two runs of the unsharded model leave different numbers under a name."""
-    skeleton, state = make_skeleton(given.model), Capture(given.recorder(given.trace))
-    again = record(skeleton, given.arguments, given.keywords, given.trace.training, state)
-    return not is_same(again.state.get(name), given.trace.state.get(name))
+    skeleton, state = make_skeleton(given.model), Capture(given.recorder(given.trace.settings))
+    again = record(skeleton, given.arguments, given.keywords, state)
+    return not is_same(again.effects.state.get(name), given.trace.effects.state.get(name))
 
 
 def _compare_kept(
@@ -336,9 +340,9 @@ def _compare_kept(
 ) -> Iterator[Mismatch]:
     """Tensors that the run leaves in attributes, arguments and objects must be those of the unsharded model."""
     pairs = [
-        ({f"`{name}`": value for value, name in trace.kept.items()}
-        | {f"`{'.'.join(map(str, path))}`": value for path, value in trace.left.items()}
-        | {f"a `{kind}` ({number})": value for number, (value, kind) in enumerate(trace.hidden.items())})
+        ({f"`{name}`": value for value, name in trace.effects.kept.items()}
+        | {f"`{'.'.join(map(str, path))}`": value for path, value in trace.effects.left.items()}
+        | {f"a `{kind}` ({number})": value for number, (value, kind) in enumerate(trace.effects.hidden.items())})
         for trace in (given.trace, run)
     ]  # fmt: skip
     mine, its = pairs
@@ -553,12 +557,12 @@ class _LocalBoundary:
         result = self.given.results[module, instance.frame.call]
         if not isinstance(result, Tensor) and any(type(held) in _COUNTS for _, held in leaves(result)):
             return False  # its caller may count with a number that it returns
-        if any(crossing.target in self.given.trace.known for crossing in instance.frame.exits):
+        if any(crossing.target in self.given.trace.numbers.known for crossing in instance.frame.exits):
             return False  # or with one that is in a tensor
         if len(region.inputs) > len({b.source for b in region.entries}) or len(region.outputs) > len(region.exits):
             return False  # it reads or leaves values past its boundary: run it
         layouts = tuple(str(self.given.assignment.layouts.get(v, REPLICATED)) for v in instance.values)
-        told = [self.given.trace.reads.get((f.module, f.call)) for f in instance.frame.walk()]
+        told = [self.given.trace.numbers.reads.get((f.module, f.call)) for f in instance.frame.walk()]
         key = (id(region), layouts, self._fingerprints.of(module))
         key = (*key, self._fingerprints.passed(passed, module, self.modules[module]), repr(told) if any(told) else "")
         key = (*key, _lines(instance.frame))

@@ -22,8 +22,9 @@ from tpplan.compat.modules import named_modules, own_parameters
 from tpplan.compiler.bind.bind import Binding, Bound, once
 from tpplan.compiler.bind.recurrent_layers import made_anew
 from tpplan.compiler.ir.dataflow import DataFlow
+from tpplan.compiler.ir.observations import CaptureSettings
 from tpplan.compiler.ir.program import Recurrence
-from tpplan.compiler.ir.trace import Frame, Operation, Path, Reference, Trace
+from tpplan.compiler.ir.trace import Frame, Operation, Path, Reference, Trace, filled
 from tpplan.compiler.trace.capture import BodyError, Capture, record
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.skeleton import make_skeleton
@@ -86,7 +87,7 @@ class _RecurrentProver:
         places = [path for c in recorded.entries for path in (c.path, *c.aliases)]
         if not set(places) <= _PLACES or ("input",) not in {c.path for c in recorded.entries}:
             raise NotRecurrentError("it isn't called with one tensor, and one or two for its first state")
-        if trace.takes_gradients:
+        if trace.gradients.taken_inside:
             raise NotRecurrentError("the model takes gradients in its forward")
         if frame.backwards:
             raise NotRecurrentError("it has code in its backward that torch didn't derive")
@@ -96,13 +97,13 @@ class _RecurrentProver:
         if any(value not in known for n in operations for value in n.inputs):
             raise NotRecurrentError("it reads what isn't among its arguments, such as states in a list: pass a tuple")
         exits = {c.source for c in frame.exits}
-        leaving = {*trace.kept, *trace.left.values(), *trace.hidden}
+        leaving = trace.effects.leaving
         for value in made:
             elsewhere = any(reader is not frame for reader, _ in flow.operations.get(value, ()))
             crossed = value not in exits and flow.targets.get(value)
             if value in leaving or elsewhere or crossed:
                 raise NotRecurrentError("what it computes is kept, or read elsewhere")
-        if made & trace.gradless and any(trace.values[value].differentiable for value in exits):
+        if made & trace.gradients.gradless and any(trace.values[value].differentiable for value in exits):
             raise NotRecurrentError("a part of it runs without gradients")
         if {c.target for c in recorded.entries} & flow.written:
             raise NotRecurrentError("what it is given is written to")
@@ -114,7 +115,7 @@ class _RecurrentProver:
         held = {n: p for n, p in own_parameters(module).items() if p is not None}
         parameters = {n: (p.dtype, graded and p.requires_grad) for n, p in held.items()}
         inputs = cast(int, module.input_size)
-        training = module.training if self._training == self._trace.training else self._trace.training
+        training = module.training if self._training == self._trace.settings.training else self._trace.settings.training
         key = (recurrence, inputs, training, graded, quiet, tuple(geometry), tuple(parameters.items()))
         if key not in self._known:
             made = made_anew(recurrence, inputs)
@@ -127,10 +128,10 @@ class _RecurrentProver:
             for path, aliases, value in values:
                 tensor = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
                 given |= dict.fromkeys((path, *aliases), tensor.requires_grad_(graded and value.differentiable))
-            recorder = Recorder(device=self._trace.device)
+            recorder = Recorder(CaptureSettings(training, device=self._trace.settings.device))
             try:
                 state = Capture(recorder, leaves=False)
-                self._known[key] = record(make_skeleton(_Caller(made, quiet)), _arguments(given), {}, training, state)
+                self._known[key] = record(make_skeleton(_Caller(made, quiet)), _arguments(given), {}, state)
             except BodyError as error:
                 raise NotRecurrentError(f"torch's own raises: {error.__cause__ or error}") from error
         return self._known[key]
@@ -200,13 +201,11 @@ def _told(node: Operation) -> object:
 
 
 def _renamed(node: Operation, ours: Mapping[int, int]) -> object:
-    def renamed(held: Any) -> Any:
-        if isinstance(held, Reference):
-            return Reference(ours.get(held.identifier, -1))
-        return tuple(map(renamed, held)) if isinstance(held, tuple) else held  # pyright: ignore
+    def renamed(value: int) -> Reference:
+        return Reference(ours.get(value, -1))
 
-    keywords = {name: renamed(held) for name, held in node.keywords.items()}
-    return renamed(node.arguments), keywords, tuple(ours.get(value, -1) for value in node.overwritten)
+    keywords = {name: filled(held, renamed) for name, held in node.keywords.items()}
+    return filled(node.arguments, renamed), keywords, tuple(ours.get(value, -1) for value in node.overwritten)
 
 
 def _too_few(bound: Bound, features: int, size: int) -> Diagnostic:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tpplan.compiler.check.correspond import Correspondence
 from tpplan.compiler.ir.layout import REPLICATED, Layout, Pack
+from tpplan.compiler.ir.observations import CaptureSettings
 from tpplan.compiler.ir.region import Instance, picks_of
 from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Operation, Path, Reference, Trace, Value
 from tpplan.compiler.place.assign import Assignment
@@ -101,7 +102,7 @@ class CheckInput:
     parts: Mapping[Path, Layout] = field(default_factory=dict[Path, Layout])
     rank: int = 0
     surprising: bool = False
-    recorder: Callable[[Trace], Recorder] = Recorder.like
+    recorder: Callable[[CaptureSettings], Recorder] = Recorder
     symbolic: bool = False
 
     @property

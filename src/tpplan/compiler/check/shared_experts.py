@@ -31,14 +31,16 @@ from tpplan.compiler.bind.whole_experts import INSIDE
 from tpplan.compiler.check.fingerprint import Fingerprints
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import Pack
+from tpplan.compiler.ir.observations import CaptureSettings
 from tpplan.compiler.ir.program import LocalAttribute, SharedExperts
 from tpplan.compiler.ir.trace import Frame, Operation, Trace
 from tpplan.compiler.rewrite.lemmas import may_write
 from tpplan.compiler.rewrite.routed import NotRoutedError, RoutedCall, routed_term
 from tpplan.compiler.rewrite.terms import Terms
-from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record
+from tpplan.compiler.trace.capture import BodyError, Capture, record
 from tpplan.compiler.trace.random_draws import is_draw
 from tpplan.compiler.trace.recorder import Recorder
+from tpplan.compiler.trace.signatures import argument_names
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.plan import CompileError, Diagnostic
 
@@ -127,7 +129,7 @@ class _Prover:
     def _contained(self, frame: Frame, module: nn.Module) -> None:
         """Refuse a call that does more than to make one tensor of its arguments and parameters."""
         trace, flow = self.trace, self.flow
-        if trace.takes_gradients:
+        if trace.gradients.taken_inside:
             raise NotRoutedError("the model takes gradients in its forward")
         if any(may_write(trace, inner) for _, inner in named_modules(module)):
             raise NotRoutedError("the model changes attributes or globals while it runs, maybe there")
@@ -138,7 +140,7 @@ class _Prover:
         if any(inner.backwards for inner in inside):
             raise NotRoutedError("it has code in its backward that torch didn't derive")
         within = tuple(f"{inner.module}." for inner in inside)
-        if any(a.module in {m for m, _ in calls} or a.module.startswith(within) for a in trace.assumptions):
+        if any(a.module in {m for m, _ in calls} or a.module.startswith(within) for a in trace.branches.assumptions):
             raise NotRoutedError("it branches on the numbers in its tensors")
         made = {c.target for inner in inside for c in (*inner.entries, *inner.exits)}
         made.discard(frame.exits[0].target)
@@ -157,7 +159,7 @@ class _Prover:
                         raise NotRoutedError("it reads what isn't among its arguments", node)
                     if any(v in flow.written for v in foreign):
                         raise NotRoutedError("it writes to a parameter or buffer", node)
-        leaving = {*trace.kept, *trace.left.values(), *trace.hidden}
+        leaving = trace.effects.leaving
         for value in made:
             readers = [f for f, _ in flow.operations.get(value, ())]
             if value in leaving or any(id(reader) not in ids for reader in readers):
@@ -194,7 +196,7 @@ class _Prover:
         terms = Terms()
         whole = _read(self.trace, frame, f"{name}.", experts, terms)
         rows, chosen = given[experts.chosen].shape
-        around = (self.trace.training, self.trace.device)
+        around = (self.trace.settings.training, self.trace.settings.device)
         self._for_any_call(module, experts, given, ExpertPart(), whole, terms)
         inside, groups = self.inside.get(name), self.size // experts.ranks
         wholes = [(ExpertPart(groups), whole)]
@@ -225,12 +227,12 @@ class _Prover:
         terms: Terms,
     ) -> None:  # fmt: skip
         """Refuse a body that does something else with other tokens, or where some experts are chosen for none."""
-        chosen, around = given[experts.chosen].shape[1], (self.trace.training, self.trace.device)
+        chosen, around = given[experts.chosen].shape[1], (self.trace.settings.training, self.trace.settings.device)
         other = _unlike(given, chosen)[0]
         again = _run(module, experts, given, (other, chosen), part, *around)
         if _read(again, again.root, "", experts, terms) != whole:
             raise NotRoutedError(_BY_COUNT)
-        for missed in {1, experts.count - 1} if again.chosen else ():
+        for missed in {1, experts.count - 1} if again.numbers.chosen else ():
             fewer = _run(module, experts, given, (other, chosen), part, *around, missed)
             if _read(fewer, fewer.root, "", experts, terms) != whole:
                 raise NotRoutedError(_BY_HITS)
@@ -383,9 +385,9 @@ def _run(
         _like(given[name], (chosen[0], *given[name].shape[1:]) if name == experts.tokens else chosen) for name in names
     ]
     try:
-        recorder = Recorder(device=device)
-        recorder.missed = missed
-        return record(skeleton, call, {}, training, Capture(recorder, leaves=False))
+        recorder = Recorder(CaptureSettings(training, device=device))
+        recorder.picker.missed = missed
+        return record(skeleton, call, {}, Capture(recorder, leaves=False))
     except BodyError as error:
         cause = error.__cause__ or error
         raise NotRoutedError(f"it can't run with a part of the pairs: {str(cause) or type(cause).__name__}") from error
@@ -407,7 +409,7 @@ def _as_called(
     for missed in sorted(n for n in missing if n < own.count):
         local = _run(module, experts, given, (pairs, 1), part, training, device, missed)
         yield _read(local, local.root, "", own, terms)
-        if not local.chosen:
+        if not local.numbers.chosen:
             return
 
 

@@ -51,7 +51,7 @@ def digest_of(trace: Trace, program: Program) -> Digest:
     reader = _DigestReader(trace, program)
     reader.read(trace.recorded)
     exits = [(crossing.path, reader.made(crossing.target)) for crossing in trace.recorded.exits]
-    left = [(path, reader.made(value)) for path, value in trace.left.items()]
+    left = [(path, reader.made(value)) for path, value in trace.effects.left.items()]
     order = [made for made, _ in reader.exchanges]
     return Digest(
         work=_hash(sorted(reader.steps), sorted(map(repr, (*exits, *left))), order),
@@ -68,7 +68,7 @@ class _DigestReader:
         self.steps: list[str] = []
         self.operations: list[str] = []
         self.exchanges: list[tuple[str, str]] = []
-        self._values, self._of_buffers = trace.values, trace.of_buffers
+        self._values, self._of_buffers = trace.values, trace.numbers.of_buffers
         self._exchanging = {module.name: _exchanging(module) for module in program.modules}
         self._made = {value: _hash("argument", path) for path, value in trace.arguments.items()}
         self._made |= {value: _hash("stored", names) for value, names in trace.stored.items()}

@@ -76,7 +76,7 @@ def emit(
         model=type(model).__name__,
         axis=plan.axis,
         size=size,
-        training=trace.training,
+        training=trace.settings.training,
         inputs=tuple(_inputs(trace)),
         parameters=_parameters(model, size, binding, assignment),
         buffers=_buffers(trace, model, size, binding),
@@ -85,16 +85,17 @@ def emit(
         ),
         kernels=kernels,
         assumptions=tuple(
-            f"{a.module or 'the model'} at {a.location.short if a.location else '?'}" for a in trace.assumptions
+            f"{a.module or 'the model'} at {a.location.short if a.location else '?'}"
+            for a in trace.branches.assumptions
         ),
         picked=tuple(sorted(called_with_found(trace))),
         left=_left(trace, assignment),
-        takes_gradients=trace.takes_gradients,
+        takes_gradients=trace.gradients.taken_inside,
         drawn=drawn_in_parts(trace, assignment.layouts),
         diagnostics=diagnostics,
         boundaries=_boundaries(trace, assignment),
         varied=_varied(trace, assignment),
-        device=str(trace.device),
+        device=str(trace.settings.device),
         one_shot=plan.one_shot,
     )
 
@@ -160,7 +161,9 @@ def _inputs(trace: Trace) -> list[InputRecord]:
 
 
 def _left(trace: Trace, assignment: Assignment) -> tuple[LeftTensor, ...]:
-    held = ((path, trace.values[value].shape, assignment.layouts.get(value)) for path, value in trace.left.items())
+    held = (
+        (path, trace.values[value].shape, assignment.layouts.get(value)) for path, value in trace.effects.left.items()
+    )
     return tuple(LeftTensor(path, shape, layout) for path, shape, layout in held if layout not in (None, REPLICATED))
 
 

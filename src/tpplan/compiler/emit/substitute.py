@@ -155,7 +155,7 @@ def _use(
     choice = given.plan.kernel_choice(kind, name)
     dtype = dtype_name(region.values[region.entries[0].target].dtype)
     trace = given.flow.trace
-    if trace.written and any(may_write(trace, module) for module in _replaced(name, parts, given)):
+    if trace.effects.written and any(may_write(trace, module) for module in _replaced(name, parts, given)):
         refused = "its own code may count its calls: the model changes attributes or globals"
     if choice is KernelChoice.TORCH:
         refused = SAID

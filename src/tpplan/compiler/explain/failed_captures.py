@@ -10,20 +10,20 @@ import math
 import re
 import traceback
 from collections.abc import Mapping
-from pathlib import Path as FilePath
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tpplan.compat.modes import without_dispatch_modes, without_function_modes
+from tpplan.compiler.ir.locations import INTERNAL, PACKAGE, Location
 from tpplan.compiler.ir.pytree import tensors_in, with_items
-from tpplan.compiler.ir.trace import Location, quoted
+from tpplan.compiler.ir.trace import quoted
 from tpplan.compiler.trace.capture import CALLING, BodyError, ReplacedModuleError
 from tpplan.compiler.trace.counts import RowCount
 from tpplan.compiler.trace.left_state import LeftStateError
-from tpplan.compiler.trace.noted import PackedSequencesError, UnfollowedError
-from tpplan.compiler.trace.recorder import INTERNAL, DataDependentError, Recorder
+from tpplan.compiler.trace.recorder import Recorder
+from tpplan.compiler.trace.unfollowed import DataDependentError, PackedSequencesError, UnfollowedError
 from tpplan.plan import CompileError, Diagnostic, TpplanError
 
 # What torch says of an operator that can't run on shapes alone.
@@ -37,7 +37,6 @@ _NO_NUMBERS = (
 _NO_DEVICE = re.compile(
     r"not compiled with \w+ enabled|Cannot get \w+ generator without|Found no NVIDIA driver|No \w+ GPUs are available"
 )
-_OWN = str(FilePath(__file__).parents[2])
 _SHOWN = "note: the model raised this as it was shown the call on shapes alone, before any rank ran it"
 _FEW = 1 << 22
 _SHOWN_NAMES = 3
@@ -157,7 +156,7 @@ def models_own(error: BaseException | None) -> Exception | None:
     frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
     asked = next((frame for frame in reversed(frames) if frame.f_code is Recorder.__torch_dispatch__.__code__), None)
     last = frames[-1].f_code
-    ours = asked is None and last.co_filename.startswith(_OWN) and last is not CALLING
+    ours = asked is None and last.co_filename.startswith(PACKAGE) and last is not CALLING
     if ours or _told(cause, "") is not None:
         return None
     told = cause if asked is None else _by_numbers(asked.f_locals, cause)

@@ -15,8 +15,9 @@ from tpplan.compiler.check.same_steps import CheckInput, Mismatch
 from tpplan.compiler.explain.origins import Cause, Origins
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import REPLICATED, Layout
+from tpplan.compiler.ir.locations import Location
 from tpplan.compiler.ir.region import CallNode, Instance, OperationNode, Region
-from tpplan.compiler.ir.trace import ForeignBackward, Location, Trace, quoted
+from tpplan.compiler.ir.trace import ForeignBackward, Trace, quoted
 from tpplan.compiler.place.solution import Failure
 from tpplan.compiler.rules.propagate import Refusal
 from tpplan.compiler.trace.backward import REENTRANT

@@ -19,8 +19,9 @@ from tpplan.compat.modules import named_modules
 from tpplan.compiler.bind.linear import linear_form
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, Layout, sharded
+from tpplan.compiler.ir.locations import Location
 from tpplan.compiler.ir.region import Instance, OperationNode
-from tpplan.compiler.ir.trace import Frame, Location
+from tpplan.compiler.ir.trace import Frame
 from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
 
 _ROUNDS = 4  # what meets the features may in turn meet something whole, as keys and then values do

@@ -72,7 +72,7 @@ class DataFlow:
     @cached_property
     def left(self) -> frozenset[int]:
         """The values that the call leaves with its caller, as in a cache."""
-        return frozenset(self.trace.left.values())
+        return frozenset(self.trace.effects.left.values())
 
     @cached_property
     def _frames(self) -> tuple[Frame, ...]:

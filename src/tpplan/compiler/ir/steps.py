@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tpplan.compat.modes import without_function_modes
-from tpplan.compiler.ir.trace import Location
+from tpplan.compiler.ir.locations import Location
 
 _TORCH = f"{Path(torch.__file__).parent}/"
 # torch's own modules are bodies like any other; of the rest, these only pass a call on to the function mode.

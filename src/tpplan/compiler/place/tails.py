@@ -18,7 +18,7 @@ from tpplan.compiler.rules.propagate import copies, tail_of
 
 def tails(root: Instance, trace: Trace) -> dict[Place, int]:
     """By region and exit; without what is seen outside of the bodies as well."""
-    seen = {*trace.kept, *trace.tested, *trace.hidden, *trace.left.values(), *trace.seeded}
+    seen = {*trace.effects.leaving, *trace.numbers.tested, *trace.draws.seeded}
     found: dict[Place, int] = {}
     _look(root, seen, found)
     return found

@@ -123,7 +123,7 @@ def _scaled(trace: Trace, nodes: list[Operation], lookup: Operation) -> int | No
 
 def may_write(trace: Trace, module: nn.Module) -> bool:
     """Whether the code of a module may change attributes or globals, as none that takes its place would."""
-    return bool(trace.written) and not type(module).forward.__module__.startswith("torch.nn.modules.")
+    return bool(trace.effects.written) and not type(module).forward.__module__.startswith("torch.nn.modules.")
 
 
 def _is_plain_call(flow: DataFlow, frame: Frame, module: nn.Module) -> bool:
@@ -157,9 +157,9 @@ def _stays(flow: DataFlow, frame: Frame, node: Operation) -> bool:
         held = trace.values[value]
         if held.dtype.is_floating_point and held.differentiable != differentiable:
             return False
-        if value in trace.gradless or value in flow.written:
+        if value in trace.gradients.gradless or value in flow.written:
             return False
-        if value in trace.kept or value in flow.left:
+        if value in trace.effects.kept or value in flow.left:
             return False
         if any(reader is not frame for reader, _ in flow.operations.get(value, ())):
             return False

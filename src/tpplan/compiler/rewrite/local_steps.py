@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,7 +21,7 @@ from tpplan.compat.schemas import schema_mutates, takes_device
 from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS, stock_function
 from tpplan.compiler.ir.layout import REPLICATED, Layout, in_packs
 from tpplan.compiler.ir.script import ReplayError, Run
-from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace
+from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace, filled
 from tpplan.compiler.rewrite.attention import Attention, attentions, references
 from tpplan.compiler.rewrite.settle import Settled
 from tpplan.compiler.rules.own_arguments import with_own_arguments
@@ -195,14 +195,11 @@ def _part(tensor: Tensor, dim: int, times: int, start: int, length: int) -> Tens
 def _reading(run: Run, parts: Mapping[int, int]) -> Run:
     """An operation that reads the parts of values in place of these."""
 
-    def instead(held: Any) -> Any:
-        if isinstance(held, Reference):
-            return Reference(parts.get(held.identifier, held.identifier))
-        if isinstance(held, tuple):
-            return tuple(map(instead, held))  # pyright: ignore[reportUnknownArgumentType]
-        return held
+    def instead(value: int) -> Reference:
+        return Reference(parts.get(value, value))
 
-    return replace(run, arguments=instead(run.arguments), keywords={k: instead(v) for k, v in run.keywords.items()})
+    keywords = {name: filled(held, instead) for name, held in run.keywords.items()}
+    return replace(run, arguments=filled(run.arguments, instead), keywords=keywords)
 
 
 __all__ = ["Exchanges", "local_steps", "localised"]

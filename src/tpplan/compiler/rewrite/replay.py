@@ -24,15 +24,17 @@ from tpplan.compat.modes import without_dispatch_modes
 from tpplan.compiler.bind.bind import Binding
 from tpplan.compiler.bind.regions import build_regions
 from tpplan.compiler.ir.layout import REPLICATED, Features, Layout
+from tpplan.compiler.ir.observations import CaptureSettings
 from tpplan.compiler.ir.program import MovedOperand, RecordedBody
 from tpplan.compiler.ir.pytree import children, rebuilt, tensors_in
 from tpplan.compiler.ir.script import ReplayError, Run, Script, ScriptCall, attribute_at, play
 from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Path, Reference, Trace
 from tpplan.compiler.rewrite.local_steps import Exchanges, local_steps
 from tpplan.compiler.rewrite.settle import Settled, settle
-from tpplan.compiler.trace.capture import Capture, argument_names, record, without_dead_operations
+from tpplan.compiler.trace.capture import Capture, record, without_dead_operations
 from tpplan.compiler.trace.effects import held_tensors
 from tpplan.compiler.trace.recorder import Recorder
+from tpplan.compiler.trace.signatures import argument_names
 from tpplan.compiler.trace.skeleton import make_skeleton
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
@@ -104,14 +106,15 @@ class Replay:
         given = tuple(whole(a, (names[i] if i < len(names) else f"*{i}",)) for i, a in enumerate(args))
         named = {name: whole(a, (name,)) for name, a in kwargs.items()}
         first = next((tensor for _, tensor in tensors_in((args, kwargs)) if not tensor.is_meta), None)
-        state = Capture(_BodyRecorder(device=None if first is None else first.device), arguments={}, leaves=False)
+        device = torch.device("cpu") if first is None else first.device
+        state = Capture(_BodyRecorder(CaptureSettings(training, device=device)), arguments={}, leaves=False)
         state.weights = self._body.weights
         skeleton = make_skeleton(self._stock)
         try:
-            trace = record(skeleton, given, named, training, state)
+            trace = record(skeleton, given, named, state)
         except Exception as error:
             raise ReplayError(f"the body can't be recorded on such arguments: {error}") from error
-        trace = self._wanted(trace, state.recorder.effects)
+        trace = self._wanted(trace, state.recorder.effects.made)
         held_by = [*trace.stored.values(), *(names for _, names in skeleton.parameters)]
         parameters = {name: self._parameters.get(name, REPLICATED) for names in held_by for name in names}
         root = build_regions(trace, Binding({}, parameters, {}))
@@ -152,7 +155,7 @@ class Replay:
 
     def _script(self, trace: Trace, state: Capture, model: nn.Module, settled: Settled) -> Script:
         recorder = state.recorder
-        if trace.chosen or trace.assumptions:
+        if trace.numbers.chosen or trace.branches.assumptions:
             raise ReplayError("what the body runs depends on its tensors' values")
         read = set(_read(trace))
         held = {value: names[0] for value, names in trace.parameters.items() if value in read}
@@ -195,10 +198,9 @@ class Replay:
 class _BodyRecorder(Recorder):
     """A recorder of bodies that leave autocast as it is: tensors on `meta` don't show what it casts."""
 
-    def __init__(self, device: torch.device | None) -> None:
-        super().__init__(device=device)
-        self._kind = "cpu" if device is None else device.type
-        self._around = _autocast(self._kind)
+    def __init__(self, settings: CaptureSettings) -> None:
+        super().__init__(settings)
+        self._around = _autocast(settings.device.type)
 
     def cross(self, tensor: Tensor) -> tuple[Tensor, int, int]:
         """As any recorder, and with the numbers of a constant that a call is passed."""
@@ -209,11 +211,11 @@ class _BodyRecorder(Recorder):
 
     def count_of_calls(self) -> int:
         """Refuse: a record has one number for all calls."""
-        raise self.refuse_value()
+        raise self.numbers.refuse()
 
     def meet(self) -> None:
         """Compare autocast, which is off below the function modes, whatever it is outside."""
-        if _autocast(self._kind) != self._around:
+        if _autocast(self.settings.device.type) != self._around:
             raise ReplayError("it turns autocast on or off itself")
 
 

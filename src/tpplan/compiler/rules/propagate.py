@@ -38,7 +38,7 @@ from tpplan.compiler.ir.layout import (
 from tpplan.compiler.ir.layout import packed as split_in_packs
 from tpplan.compiler.ir.program import splits_sequence
 from tpplan.compiler.ir.region import LocalValue, OperationNode
-from tpplan.compiler.ir.trace import Reference
+from tpplan.compiler.ir.trace import Reference, filled
 from tpplan.compiler.rules import packed
 from tpplan.compiler.rules.classes import class_layouts, sums_rows
 from tpplan.compiler.rules.extremes import extremes, ways_to_compare
@@ -340,15 +340,9 @@ class Propagator:
     def _forward(
         self, node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]
     ) -> tuple[Layout, ...] | Refusal:
-        def describe(argument: Any) -> Any:
-            if isinstance(argument, Reference):
-                value = values[argument.identifier]
-                placement: Placement = layouts.get(argument.identifier, REPLICATED).placement
-                return OperatorMeta(value.shape, value.stride, value.dtype, placement)
-            if isinstance(argument, tuple):
-                items = [describe(item) for item in argument]  # pyright: ignore
-                return tuple(items)
-            return argument
+        def describe(identifier: int) -> OperatorMeta:
+            value, layout = values[identifier], layouts.get(identifier, REPLICATED)
+            return OperatorMeta(value.shape, value.stride, value.dtype, layout.placement)
 
         rules = rules_of(node, values, self.size)
         if rules is not None:
@@ -363,8 +357,8 @@ class Propagator:
         if packed.concerns(node, layouts) or self._views_uneven(node, values, layouts):
             return self._packed(node, values, layouts)
         arguments = _drop_empty_operands(node, values)
-        arguments = tuple(describe(argument) for argument in arguments)
-        keywords = tuple((name, describe(argument)) for name, argument in node.keywords)
+        arguments = filled(arguments, describe)
+        keywords = tuple((name, filled(argument, describe)) for name, argument in node.keywords)
         key = (node.target, arguments, keywords)
         try:
             known = self._rules.get(key)

@@ -12,7 +12,7 @@ the trace, so that the trace keeps the operations that make them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
@@ -28,10 +28,9 @@ from tpplan.compiler.ir.trace import (
     ForeignBackward,
     Frame,
     Operation,
-    Reference,
     Value,
 )
-from tpplan.compiler.trace.noted import NotedFunction, NotedHook, UnrecordedError
+from tpplan.compiler.trace.gradient_flow import NotedFunction, NotedHook, UnrecordedError
 from tpplan.compiler.trace.recorder import Recorder
 
 Call = tuple[str, int]
@@ -40,10 +39,10 @@ REENTRANT = "the backward of an activation checkpoint with `use_reentrant=True`"
 
 def record_backwards(recorder: Recorder, roots: Sequence[Operation | Frame]) -> dict[Call, list[ForeignBackward]]:
     """Record what the run has noted, by the call that it belongs to. To be called under the recorder."""
-    if not recorder.functions and not recorder.hooks:
+    if not recorder.gradients.functions and not recorder.gradients.hooks:
         return {}
     writer = _Writer(recorder)
-    functions, hooks = list(recorder.functions.values()), list(recorder.hooks)
+    functions, hooks = list(recorder.gradients.functions.values()), list(recorder.gradients.hooks)
     found: dict[Call, list[ForeignBackward]] = defaultdict(list)
     if functions:
         homes = dict(_homes(roots, ("", 0)))
@@ -82,7 +81,7 @@ class _Sources:
                 if node is not None:
                     self._alive.append(node)
                     self._values.setdefault((id(node), tensor.output_nr), value)
-        for noted in recorder.functions.values():
+        for noted in recorder.gradients.functions.values():
             self._values.update({(id(noted.node), number): value for number, value in noted.outputs.items()})
         self._recorder = recorder
 
@@ -140,15 +139,15 @@ class _Writer:
         Its forward runs without gradients, so that functions inside of it don't show until it runs again.
         """
         recorder = self.recorder
-        known, hooks = set(recorder.functions), len(recorder.hooks)
+        known, hooks = set(recorder.gradients.functions), len(recorder.gradients.hooks)
         try:
             forward, again = (self._ran_again(node, recording) for recording in (False, True))
         except Exception as error:  # whatever it raises when it runs again
             return f"what it calls can't run again: {_first_line(error)}"
         if forward[0] != again[0] or forward[1] is not again[1]:
             return "what it calls computes something else with gradients, as the backward runs it, than without"
-        inner: list[Any] = [noted.node for key, noted in recorder.functions.items() if key not in known]
-        if len(recorder.hooks) > hooks or not all(map(is_reentrant_checkpoint, inner)):
+        inner: list[Any] = [noted.node for key, noted in recorder.gradients.functions.items() if key not in known]
+        if len(recorder.gradients.hooks) > hooks or not all(map(is_reentrant_checkpoint, inner)):
             return "it hides functions or hooks that take part in the backward"
         reasons: list[str] = [self._hidden(node) for node in inner]
         return next(filter(None, reasons), "")
@@ -223,7 +222,7 @@ class _Writer:
         if aside.branches:
             raise UnrecordedError("it branches on a tensor's values")
         body = [node for node in aside.body if isinstance(node, Operation)]
-        if recorder.twice:
+        if recorder.gradients.twice:
             raise UnrecordedError("the forward differentiates a gradient again, and this one has no derivative")
         saved, graph = self._graph(first, arriving, made, body)
         return ForeignBackward(name, noted.location, inputs, outputs, saved, graph)
@@ -244,7 +243,7 @@ class _Writer:
             if value is not None:
                 numbers.setdefault(value, len(numbers))
         saved = tuple(value for value in numbers if value < first)
-        renumbered = tuple(_renumbered(node, numbers) for node in body)
+        renumbered = tuple(node.renumbered(numbers) for node in body)
         values = tuple(replace(self.recorder.values[old], identifier=new) for old, new in numbers.items())
         results = tuple(None if value is None else numbers[value] for value in made)
         places = tuple(numbers[value] for value in saved)
@@ -275,7 +274,7 @@ def _flattened(nodes: Sequence[Operation | Frame], outside: dict[int, int]) -> I
     """The operations of a body and of modules that it calls; `outside` takes what values at their edges stand for."""
     for node in nodes:
         if isinstance(node, Operation):
-            yield _renumbered(node, outside)
+            yield node.renumbered(outside)
             continue
         outside |= {crossing.target: outside.get(crossing.source, crossing.source) for crossing in node.entries}
         yield from _flattened(node.body, outside)
@@ -291,30 +290,6 @@ def _needed(body: list[Operation], live: set[int]) -> list[Operation]:
             live.update(node.inputs)
             kept.append(replace(node, overwritten=overwritten))
     return kept[::-1]
-
-
-def _renumbered(node: Operation, numbers: Mapping[int, int]) -> Operation:
-    """With other numbers for values; those that `numbers` lacks stay."""
-
-    def number(value: int) -> int:
-        return numbers.get(value, value)
-
-    def refer(argument: Any) -> Any:
-        if isinstance(argument, Reference):
-            return Reference(number(argument.identifier))
-        if isinstance(argument, tuple):
-            return tuple(refer(item) for item in argument)  # pyright: ignore
-        return argument
-
-    return Operation(
-        node.target,
-        tuple(refer(argument) for argument in node.arguments),
-        {name: refer(argument) for name, argument in node.keywords.items()},
-        tuple(map(number, node.inputs)),
-        tuple(None if value is None else number(value) for value in node.outputs),
-        tuple(map(number, node.overwritten)),
-        node.location,
-    )
 
 
 def _value_key(value: Value) -> object:

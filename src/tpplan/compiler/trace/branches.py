@@ -13,51 +13,26 @@ A capture on meta tensors has no numbers, so that it takes one side. The program
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from tpplan.compat.modes import without_inference_kernels
-from tpplan.compiler.ir.trace import Location, Operation, Trace
+from tpplan.compiler.ir.locations import Location
+from tpplan.compiler.ir.observations import CaptureSettings
+from tpplan.compiler.ir.trace import Operation, Trace
 from tpplan.compiler.trace.capture import BodyError, Capture, record
-from tpplan.compiler.trace.device import device_of
-from tpplan.compiler.trace.raising import surely_raises, tested_before
-from tpplan.compiler.trace.recorder import DataDependentError, Recorder
+from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.sequel import sequel, state_of
 from tpplan.compiler.trace.skeleton import Skeleton, make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
+from tpplan.compiler.trace.unfollowed import DataDependentError
 
 _Picking = frozenset[tuple[int, int]]
 _Attempt = tuple[Trace, Capture, Skeleton]
 _ROUNDS = 3  # branches within branches
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureSettings:
-    """How to record a call.
-
-    Attributes:
-        training: the mode to run in.
-        taken: the branches that take their true side; None to choose them as `record_model` says.
-        device: where bodies are told that their tensors lie; None for where the model's parameters do.
-        reducing: modules whose bodies' reductions are recorded as functions over classes.
-        values: whether bodies may read the numbers in the call; else only if they can't be captured without.
-        looking: modules whose bodies' look-ups are recorded as functions over the rows of their tables.
-        replays: whether the generators of Python and of numpy are where a call found them, of which `taken` are sides.
-        records: whether autograd records, as without `torch.no_grad()` around the call.
-    """
-
-    training: bool
-    taken: frozenset[Location] | None = None
-    device: torch.device | None = None
-    reducing: frozenset[str] = frozenset()
-    values: bool = False
-    looking: frozenset[str] = frozenset()
-    replays: bool = False
-    records: bool = True
 
 
 def record_model(
@@ -66,7 +41,7 @@ def record_model(
     """Record a call of `model`; branches on data take their false side, unless parameters would then stay unused.
 
     Args:
-        model, arguments, keywords: see `capture`.
+        model, arguments, keywords: see `record`.
         settings: how.
 
     Raises:
@@ -99,19 +74,18 @@ def _recorded(
     settings: CaptureSettings,
     around: Surroundings,
 ) -> tuple[Trace, Capture]:
-    chosen, training, device = settings.taken, settings.training, settings.device or device_of(model)
+    chosen = settings.taken
 
     def recorder_with(taken: frozenset[Location], values: bool, picking: _Picking) -> Recorder:
-        looking, replays, records = settings.looking, settings.replays, settings.records
-        return Recorder(taken, device, settings.reducing, values, looking, picking, replays, records)
+        return Recorder(replace(settings, taken=taken, values=values, picking=picking))
 
     def run(skeleton: Skeleton, recorder: Recorder) -> tuple[Trace, Capture]:
         around.repeat_draws()
         state = Capture(recorder)
-        return record(skeleton, arguments, keywords, training, state, around), state
+        return record(skeleton, arguments, keywords, state, around), state
 
     def again(skeleton: Skeleton, recorder: Recorder | None) -> tuple[Trace, Recorder]:
-        trace_again, state_again = run(skeleton, recorder or Recorder.like(trace))
+        trace_again, state_again = run(skeleton, recorder or Recorder(trace.settings))
         return trace_again, state_again.recorder
 
     def attempt(taken: frozenset[Location], values: bool, picking: _Picking = frozenset()) -> _Attempt:
@@ -122,14 +96,14 @@ def _recorded(
             return *run(skeleton, recorder), skeleton
         except BodyError as error:
             cause = error.__cause__ or error
-            error.side = surely_raises(cause, recorder)
+            error.side = recorder.sides.surely_raised_for(cause)
             more = _picking(cause, picking) if values else picking
             if more != picking:
                 try:
                     return attempt(taken, values, more)
                 except BodyError:
                     raise error from cause  # it picks nothing: what it wanted to read is the finding
-            test = tested_before(cause, recorder)
+            test = recorder.sides.raised_for(cause)
             if chosen is not None or test is None or test in taken:
                 raise
         return attempt(taken | {test}, values, picking)
@@ -144,17 +118,17 @@ def _recorded(
         trace, state, skeleton = attempt(taken, True)
     if around.stale():
         raise StaleCacheError
-    unused = set(_unused(model, trace)) if chosen is None and trace.assumptions else set[str]()
+    unused = set(_unused(model, trace)) if chosen is None and trace.branches.assumptions else set[str]()
     for _ in range(_ROUNDS if unused else 0):
-        taken = trace.taken | set(_above(unused, trace))
-        if taken == trace.taken:
+        taken = frozenset(trace.settings.taken or ()).union(_above(unused, trace))
+        if taken == trace.settings.taken:
             break
         around.restore()
         other = make_skeleton(model)
         try:
-            found, reached = run(other, recorder_with(taken, trace.facts is not None, trace.picking))
+            found, reached = run(other, recorder_with(taken, trace.settings.values, trace.settings.picking))
         except Exception:
-            if trace.facts is not None:
+            if trace.settings.values:
                 break  # that side can't be captured: the first stands
             try:
                 found, reached, other = attempt(frozenset(), True)
@@ -167,7 +141,8 @@ def _recorded(
             break
         trace, state, unused, skeleton = found, reached, still, other
     state.sequel = sequel(trace, skeleton.model, before, around, again)
-    return replace(trace, reread=trace.reread | state.sequel.reread), state
+    effects = replace(trace.effects, reread=trace.effects.reread | state.sequel.reread)
+    return replace(trace, effects=effects), state
 
 
 def _picking(cause: BaseException, picking: _Picking) -> _Picking:
@@ -196,10 +171,37 @@ def _unused(model: nn.Module, trace: Trace) -> Iterator[str]:
 
 def _above(unused: set[str], trace: Trace) -> Iterator[Location]:
     """The branches that were taken on their false side in a module that holds one of these."""
-    for assumption in trace.assumptions:
+    for assumption in trace.branches.assumptions:
         prefix = f"{assumption.module}." if assumption.module else ""
         if assumption.location is not None and any(name.startswith(prefix) for name in unused):
             yield assumption.location
 
 
-__all__ = ["CaptureSettings", "record_model"]
+class Captures:
+    """What was captured. The model, the call, and what is around them must be the same for all that ask."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._found: dict[CaptureSettings, tuple[Trace, Capture] | Exception] = {}
+        self._others: dict[Hashable, Captures] = {}
+
+    def record(
+        self, model: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any], settings: CaptureSettings
+    ) -> tuple[Trace, Capture]:
+        """What `record_model` returns, or raises."""
+        if settings not in self._found:
+            try:
+                self._found[settings] = record_model(model, arguments, keywords, settings)
+            except Exception as error:
+                self._found[settings] = error
+        found = self._found[settings]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def where(self, state: Hashable) -> Captures:
+        """Those of the model in another state, such as a call leaves it in."""
+        return self._others.setdefault(state, Captures())
+
+
+__all__ = ["Captures", "record_model"]

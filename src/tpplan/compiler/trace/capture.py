@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import warnings
-from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol
@@ -23,45 +21,33 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from tpplan.compat.autograd import without_packing
-from tpplan.compat.dtensors import local_of
 from tpplan.compat.dynamo import nothing_compiled
 from tpplan.compat.modes import Unwatched
-from tpplan.compat.modules import named_modules, own_parameters
+from tpplan.compat.modules import named_modules
 from tpplan.compiler.ir.class_functions import LOSSES
 from tpplan.compiler.ir.class_reductions import GATHER
-from tpplan.compiler.ir.hidden import hidden_tensors, is_plain
 from tpplan.compiler.ir.kept_tensors import is_wrapper, wrapper_on_meta
+from tpplan.compiler.ir.locations import Location, location_now
 from tpplan.compiler.ir.objects import fresh_object, is_object, note_alike
-from tpplan.compiler.ir.pytree import Walk, leaves, tensors_in, tensors_of, with_items, with_tensors
+from tpplan.compiler.ir.observations import CaptureSettings
+from tpplan.compiler.ir.pytree import Walk, tensors_in, tensors_of, with_items, with_tensors
 from tpplan.compiler.ir.steps import Heard
-from tpplan.compiler.ir.trace import (
-    Asked,
-    Crossing,
-    ForeignBackward,
-    Frame,
-    Location,
-    Operation,
-    Path,
-    Sides,
-    Trace,
-    quoted,
-)
+from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Operation, Path, Trace
 from tpplan.compiler.trace.backward import record_backwards
 from tpplan.compiler.trace.chance import own_generators
 from tpplan.compiler.trace.constants import ConstantWatcher
 from tpplan.compiler.trace.effects import held_tensors
-from tpplan.compiler.trace.gradient_flow import complete_gradients, unanswered
-from tpplan.compiler.trace.gradient_hooks import note_module_hooks
-from tpplan.compiler.trace.left_state import Slot, changes, slots_of, told
-from tpplan.compiler.trace.noted import PackedSequencesError, UnfollowedError
-from tpplan.compiler.trace.recorder import OpenFrame, Recorder
+from tpplan.compiler.trace.gradient_flow import complete_gradients
+from tpplan.compiler.trace.recorder import Recorder
+from tpplan.compiler.trace.remains import Remains
 from tpplan.compiler.trace.sequel import Sequel
+from tpplan.compiler.trace.signatures import argument_names
 from tpplan.compiler.trace.skeleton import Skeleton
-from tpplan.compiler.trace.surroundings import Surroundings, cached_tensors
+from tpplan.compiler.trace.surroundings import Surroundings
+from tpplan.compiler.trace.tape import OpenFrame
 from tpplan.compiler.trace.tensor_classes import Wrapped
+from tpplan.compiler.trace.unfollowed import PackedSequencesError, UnfollowedError
 from tpplan.state.ambient import noting_settings
-
-_TABLES = frozenset(("_parameters", "_buffers", "_modules"))
 
 
 def _looks_up(node: Operation) -> bool:
@@ -146,20 +132,6 @@ class Capture:
     weights: Collection[Path] = ()
 
 
-def capture(skeleton: Skeleton, arguments: Sequence[Any], keywords: Mapping[str, Any], training: bool) -> Trace:
-    """Run `skeleton` on an example call and return the trace.
-
-    Args:
-        skeleton: its modules' `forward` are wrapped in place; don't use it for anything else afterwards.
-        arguments, keywords: the call; tensors may lie on any device, only their geometry counts.
-        training: the mode to run in.
-
-    Raises:
-        BodyError: a module raised on these inputs.
-    """
-    return record(skeleton, arguments, keywords, training, Capture(Recorder()))
-
-
 @contextmanager
 def without_collection() -> Generator[None]:
     """Spare Python the search for garbage in a block whose objects live as long as its result, or are few."""
@@ -179,7 +151,7 @@ def noting_modules(modules: Mapping[str, nn.Module], placed: dict[str, Location 
 
     def note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         if id(module) in names:
-            placed.setdefault(f"{names[id(module)]}.{name}".lstrip("."), Recorder.location())
+            placed.setdefault(f"{names[id(module)]}.{name}".lstrip("."), location_now())
 
     handle = register_module_module_registration_hook(note)
     try:
@@ -189,29 +161,18 @@ def noting_modules(modules: Mapping[str, nn.Module], placed: dict[str, Location 
 
 
 @contextmanager
-def on_shapes(
-    model: nn.Module,
-    taken: frozenset[Location],
-    device: torch.device,
-    kind: type[Recorder] = Recorder,
-    values: bool = False,
-    picking: frozenset[tuple[int, int]] = frozenset(),
-) -> Generator[Recorder]:
+def on_shapes(model: nn.Module, settings: CaptureSettings, kind: type[Recorder] = Recorder) -> Generator[Recorder]:
     """Run what is in the block as a capture runs a model, with its answers to what tensors without numbers can't tell.
 
     Args:
         model: the model that runs.
-        taken: the branches on data to take on their true side.
-        device: where bodies are told that their tensors lie.
+        settings: how to answer; if bodies may read `values`, the recorder is to be told of the call (`tell_inputs`).
         kind: what gives the answers.
-        values: whether bodies may read the numbers in the call, of which the recorder is to be told (`tell_inputs`).
-        picking: see `Trace`.
     """
-    recorder = kind(taken, device, values=values, picking=picking)
+    recorder = kind(settings)
     recorder.frames.append(OpenFrame("", 0, []))
-    recorder.containers = frozenset(_alike(module for _, module in named_modules(model)))
-    recorder.containers |= {n for _, module in named_modules(model) for n in _stacked(module)}
-    with nothing_compiled(), recorder, ConstantWatcher(recorder), recorder.chances.followed(recorder.compared):
+    recorder.picker.know_anywhere(module for _, module in named_modules(model))
+    with nothing_compiled(), recorder, ConstantWatcher(recorder), recorder.draws.followed(recorder.sides.compared):
         yield recorder
 
 
@@ -219,131 +180,90 @@ def record(
     skeleton: Skeleton,
     arguments: Sequence[Any],
     keywords: Mapping[str, Any],
-    training: bool,
     state: Capture,
     around: Surroundings | None = None,
 ) -> Trace:
-    """As `capture`, with a state that the caller looks into afterwards.
+    """Run `skeleton` on an example call and return the trace.
 
     Args:
-        skeleton, arguments, keywords, training: see `capture`.
-        state: the recording.
+        skeleton: its modules' `forward` are wrapped in place; don't use it for anything else afterwards.
+        arguments, keywords: the call; tensors may lie on any device, only their geometry counts.
+        state: the recording, which the caller may look into afterwards.
         around: the model's surroundings, which the caller puts back; None to have that done.
+
+    Raises:
+        BodyError: a module raised on these inputs.
     """
     if around is not None:
-        return _record(skeleton, arguments, keywords, training, state, around)
+        return _record(skeleton, arguments, keywords, state, around)
     around = Surroundings(skeleton.model)
     try:
-        return _record(skeleton, arguments, keywords, training, state, around)
+        return _record(skeleton, arguments, keywords, state, around)
     finally:
         around.restore()
 
 
 def _record(
-    skeleton: Skeleton,
-    arguments: Sequence[Any],
-    keywords: Mapping[str, Any],
-    training: bool,
-    state: Capture,
-    around: Surroundings,
+    skeleton: Skeleton, arguments: Sequence[Any], keywords: Mapping[str, Any], state: Capture, around: Surroundings
 ) -> Trace:
-    recorder = state.recorder
-    recorder.begin_draws()
-    if skeleton.model.training != training:  # in its own mode, some of its modules may be in the other
-        skeleton.model.train(training)
+    recorder, model = state.recorder, skeleton.model
+    settings = recorder.settings
+    recorder.draws.begin()
+    if model.training != settings.training:  # in its own mode, some of its modules may be in the other
+        model.train(settings.training)
     parameters: dict[int, tuple[str, ...]] = {}
     for parameter, names in skeleton.parameters:
         parameters[recorder.new_value(parameter, parameter.requires_grad)] = names
-    modules = dict(named_modules(skeleton.model))
-    recorder.modules = {id(module): name for name, module in modules.items()}
-    recorder.containers = frozenset(_alike(modules.values()))
-    recorder.stacks = {name: sizes for name, module in modules.items() if (sizes := frozenset(_stacked(module)))}
+    modules = dict(named_modules(model))
+    recorder.steps.modules = {id(module): name for name, module in modules.items()}
+    recorder.picker.know(modules)
     for name, module in modules.items():
         _wrap(module, name, state)
-    for _, tensor in held_tensors(skeleton.model):
-        recorder.outlives(tensor)
-    standing = slots_of(skeleton.model, around) if state.leaves else {}
-    stood = [*_tensors_of(skeleton.model, standing)]
-    before, numbers = {id(tensor) for _, tensor in stood}, told(standing)
-    buffers = {recorder.value_of(tensor): names for tensor, names in skeleton.buffers}
-    called = argument_names(type(skeleton.model).forward)
+    for _, tensor in held_tensors(model):
+        recorder.effects.outlives(tensor)
+    remains = Remains(skeleton, around, recorder, state.leaves)
+    called = argument_names(type(model).forward)
     example = with_tensors(arguments, keywords, called, _to_meta, fresh_object)
-    inputs = {path: recorder.value_of(tensor) for path, tensor in tensors_of(*example, called)}
-    recorder.given.update(value for path, value in inputs.items() if path not in state.weights)
+    inputs = remains.take(example)
+    recorder.origins.given.update(value for path, value in inputs.items() if path not in state.weights)
     tell_inputs(recorder, (arguments, keywords), example, called)
-    for _, tensor in tensors_of(*example, called):
-        recorder.outlives(tensor)
+    passed = [tensor for _, tensor in tensors_of(*example, called)]
+    for tensor in passed:
+        recorder.effects.outlives(tensor)
     wrapped = Wrapped(recorder)
-    wrapped.take(tensor for _, tensor in tensors_of(*example, called))
+    wrapped.take(passed)
     outer = OpenFrame("", 0, [])
     recorder.frames.append(outer)
     placed: dict[str, Location | None] = {}
     try:
         with (
             noting_modules(modules, placed), without_collection(), nothing_compiled(), recorder,
-            ConstantWatcher(recorder), torch.set_grad_enabled(recorder.records), without_packing(),
-            noting_settings(recorder.asked_settings, around.files),
-            warnings.catch_warnings(), recorder.chances.followed(recorder.compared),
+            ConstantWatcher(recorder), torch.set_grad_enabled(settings.records), without_packing(),
+            noting_settings(recorder.asked.settings, around.files),
+            warnings.catch_warnings(), recorder.draws.followed(recorder.sides.compared),
         ):  # fmt: skip
             warnings.simplefilter("ignore")
             if state.boundary is None:
-                read = [*_read_from(skeleton, example, called, around), *wrapped.inner()]
-                recorder.familiar = before | set(map(id, read))
-            own = own_generators(_names(skeleton.model, around))
+                recorder.origins.familiar = remains.readable() | set(map(id, wrapped.inner()))
+            own = own_generators(_names(model, around))
             states = [state() for _, state in own]
-            skeleton.model(*example[0], **example[1])
+            model(*example[0], **example[1])
             _refuse_drawn([name for (name, state), before in zip(own, states, strict=True) if state() != before])
-            recorder.familiar = None
+            recorder.origins.familiar = None
             backwards = record_backwards(recorder, outer.body)
     except Exception as error:
         if state.failed is None:  # raised before any forward ran: by a hook, or for the arguments
             raise
-        (root,) = (node for node in outer.body if isinstance(node, Frame))
-        standing = slots_of(skeleton.model, around) if state.leaves else {}
-        made = (name for name, tensor in _tensors_of(skeleton.model, standing) if id(tensor) not in before)
-        put = (names[0] for tensor, names in skeleton.buffers if recorder.held_value(tensor) not in buffers)
-        written = tuple(dict.fromkeys((*changes(numbers, told(standing)), *made, *put)))
-        raise BodyError(root, state.failed, written) from error
-    if recorder.unreadable:
+        raise BodyError(_root(outer), state.failed, remains.changed()) from error
+    if recorder.numbers.refused:
         _refuse_swallowed(recorder, outer)
-    (root,) = (node for node in outer.body if isinstance(node, Frame))
+    root = _root(outer)
     state.heard = next((step for step in outer.steps if isinstance(step, Heard)), None)
     root = _with_backwards(root, backwards) if backwards else root
-    replaced = next((n for n, held in named_modules(skeleton.model) if modules.get(n) is not held), None)
+    replaced = next((n for n, held in named_modules(model) if modules.get(n) is not held), None)
     if replaced is not None:
         raise ReplacedModuleError(replaced, placed.get(replaced))
-    if recorder.unfamiliar:
-        name, at, transformed = recorder.unfamiliar[0]
-        if transformed:
-            raise UnfollowedError(
-                f"{quoted(name)} calls modules inside of a transform of `torch.func`, such as `torch.vmap`, at {at}",
-                "call the modules on the whole batch, outside of the transform",
-            )
-        raise UnfollowedError(
-            f"{quoted(name)} uses a tensor at {at} that no recorded operation made",
-            "compute it in the thread of the forward, by operations of torch",
-        )
-    standing = slots_of(skeleton.model, around) if state.leaves else {}
-    kept = {
-        value: name
-        for name, tensor in _tensors_of(skeleton.model, standing)
-        if id(tensor) not in before and (value := wrapped.held_value(tensor)) is not None
-    }
-    outside = frozenset(value for value, name in kept.items() if name in standing and standing[name].outside)
-    for cache in around.touched():
-        for tensor in cached_tensors(cache):
-            value = recorder.held_value(tensor)
-            if value is not None:
-                kept[value] = f"the cache of {cache.__qualname__}"
-    left = {
-        path: value
-        for path, tensor in tensors_of(*example, called)
-        if (value := wrapped.held_value(tensor)) is not None and value != inputs.get(path)
-    }
-    passed = _passed_on(skeleton.model, called) | example[1].keys()
-    in_objects = _in_objects(example, called) | dict(_returned(state, passed))
-    left |= {path: value for path, tensor in in_objects.items() if (value := wrapped.held_value(tensor)) is not None}
-    left = {path: value for path, value in left.items() if value != inputs.get(path)}
+    recorder.origins.refuse_unfamiliar()
     foreign = {
         value
         for held in backwards.values()
@@ -351,71 +271,36 @@ def _record(
         for value in (*backward.inputs, *backward.outputs, *backward.saved)
         if value is not None
     }
-    hidden = dict(_hidden(state, wrapped, passed))
-    kept_values = recorder.effects.union(kept, left.values(), hidden, foreign, recorder.tested)
+    effects = remains.effects(state.results["", 0], state.named, wrapped, foreign.union(recorder.numbers.tested))
     root = wrapped.settled(root)
-    live = without_dead_operations(root, kept_values)
-    root = wrapped.stripped(root, live, kept_values)
-    tests = Sides.of(recorder.tests, recorder.tests_in)
-    values = complete_gradients(root, recorder.values, recorder.surprising)
+    live = without_dead_operations(root, effects.made)
+    root = wrapped.stripped(root, live, effects.made)
+    if effects.outside:
+        effects = replace(effects, reread=remains.reread(root))
+    values = complete_gradients(root, recorder.values, recorder.gradients.surprising)
+    branches, taken = recorder.sides.result()
     return Trace(
-        live,
-        root,
-        values,
-        parameters,
-        tuple(inputs.values()),
-        training,
-        tuple(dict.fromkeys(recorder.assumptions)),
-        kept,
-        frozenset(recorder.chosen),
-        inputs,
-        left,
-        buffers,
-        hidden,
-        recorder.device or torch.device("cpu"),
-        frozenset(recorder.gradless),
-        recorder.takes_gradients,
-        tests if recorder.replays or recorder.taken.exact else recorder.taken,
-        frozenset(code for cache in around.caches.values() if (code := getattr(cache.__wrapped__, "__code__", None))),
-        dict(recorder.tested),
-        frozenset(changes(numbers, told(standing))),
-        told(standing),
-        outside,
-        frozenset(recorder.seeded),
-        Asked(
-            frozenset(recorder.asked_memory),
-            frozenset(name for value in recorder.asked_flags for name in parameters.get(value, ())[:1]),
-            frozenset(recorder.asked_settings),
-        ),
-        recorder.reducing,
-        frozenset(in_objects),
-        None if recorder.known is None else recorder.known.facts(),
-        {call: tuple(told) for call, told in recorder.reads.items()},
-        frozenset() if recorder.known is None else recorder.known.values,
-        wrapped.has_any,
-        unanswered(root, values, recorder.passed),
-        recorder.looking,
-        picking=frozenset(recorder.picking.items()),
-        effects=frozenset(kept_values),
-        given=frozenset(recorder.given),
-        of_buffers=frozenset(
-            value.identifier
-            for value in recorder.values
-            if value.numbers is not None and any(recorder.is_one_storage(value.identifier, held) for held in buffers)
-        ),
-        drawn=frozenset(recorder.chances.drawn),
-        draws_unseen=recorder.chances.unseen,
-        tests=tests,
-        records=recorder.records,
-        reread=_reread(root, recorder, stood) if outside else frozenset(),
+        root=live,
+        recorded=root,
+        values=values,
+        parameters=parameters,
+        buffers=remains.buffers,
+        arguments=inputs,
+        given=frozenset(recorder.origins.given),
+        settings=replace(settings, taken=taken, replays=False),
+        asked=recorder.asked.result(parameters),
+        branches=branches,
+        numbers=recorder.numbers.result(remains.buffers),
+        draws=recorder.draws.result(),
+        gradients=recorder.gradients.result(root, values),
+        effects=effects,
     )
 
 
-def _reread(root: Frame, recorder: Recorder, stood: Iterable[tuple[str, Tensor]]) -> frozenset[str]:
-    """The places of which operations read the tensor that stood there before the run."""
-    nodes = (node for frame in root.walk() for node in frame.body)
-    read = {value for node in nodes if isinstance(node, Operation) for value in node.inputs}
-    return frozenset(name for name, tensor in stood if recorder.held_value(tensor) in read)
+def _root(outer: OpenFrame) -> Frame:
+    """The call of the whole model."""
+    (root,) = (node for node in outer.body if isinstance(node, Frame))
+    return root
 
 
 def _names(model: nn.Module, around: Surroundings) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -440,100 +325,17 @@ def tell_inputs(
     names: Sequence[str],
 ) -> None:
     """Tell a recorder that lets bodies read numbers of those in a call; `copied` is the call on `meta`."""
-    if recorder.known is not None:
+    known = recorder.numbers.known
+    if known is not None:
         stock = dict(tensors_of(*call, names))
         for path, tensor in tensors_of(*copied, names):
-            recorder.known.take_input(path, recorder.value_of(tensor), stock[path])
-
-
-def _read_from(
-    skeleton: Skeleton, call: tuple[tuple[Any, ...], dict[str, Any]], names: Sequence[str], around: Surroundings
-) -> list[Tensor]:
-    """The tensors that a run may read which it hasn't made."""
-    attributes: list[Any] = [
-        held
-        for _, module in named_modules(skeleton.model)
-        for name, held in vars(module).items()
-        if name not in _TABLES and (type(held) is not dict or held)
-    ]
-    return [
-        *(parameter for parameter, _ in skeleton.parameters),
-        *(buffer for buffer, _ in skeleton.buffers),
-        *(tensor for _, tensor in tensors_of(*call, names)),
-        *(tensor for _, tensor in hidden_tensors(attributes)),
-        *(tensor for cache in around.caches.values() for tensor in cached_tensors(cache)),
-    ]
-
-
-def _tensors_of(model: nn.Module, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that modules, their hooks and their surroundings hold."""
-    yield from ((name, slot.value) for name, slot in slots.items() if isinstance(slot.value, Tensor))
-    yield from held_tensors(model)
+            known.take_input(path, recorder.value_of(tensor), stock[path])
 
 
 def _refuse_swallowed(recorder: Recorder, outer: OpenFrame) -> NoReturn:
     """A body that goes on after a value couldn't be read takes a path of which nothing is known."""
-    error, frame = recorder.unreadable[0]
-    (root,) = (node for node in outer.body if isinstance(node, Frame))
-    raise BodyError(root, Frame(frame.module, frame.call, (), (), tuple(frame.body))) from error
-
-
-def _passed_on(model: nn.Module, names: Sequence[str]) -> set[str]:
-    """The names by which a call may pass arguments: the root's, and with `**kwargs` those of the modules inside."""
-    kinds = {type(module) for module in model.modules()} if takes_keywords(type(model).forward) else ()
-    return {*names, *(name for kind in kinds for name in argument_names(kind.forward))}
-
-
-def _in_objects(call: tuple[tuple[Any, ...], dict[str, Any]], names: Sequence[str]) -> dict[Path, Tensor]:
-    """The tensors of a call that an object holds, which is no container of Python's."""
-    plain = {
-        at for i, held in enumerate(call[0]) for at, _ in tensors_in(held, (names[i] if i < len(names) else f"*{i}",))
-    }
-    plain |= {at for name, held in call[1].items() for at, _ in tensors_in(held, (name,))}
-    return {path: tensor for path, tensor in tensors_of(*call, names) if path not in plain}
-
-
-def _objects(state: Capture, names: Collection[str]) -> Iterator[tuple[Path, object]]:
-    """What is no container among the results, with the path by which a call would pass it; () if it wouldn't.
-
-    An object that goes by an argument's name, such as a cache, is for a later call to be passed. In a tuple it has the
-    name by which modules were passed it.
-    """
-    for path, held in leaves(state.results["", 0]):
-        if not (isinstance(held, Tensor) or is_plain(held)):
-            name = state.named.get(id(held), ("",))[0]
-            yield path if path[:1] in {(each,) for each in names} else (name,) if name in names else (), held
-
-
-def _returned(state: Capture, names: Collection[str]) -> Iterator[tuple[Path, Tensor]]:
-    """Tensors in objects among the results that will be passed."""
-    for path, held in _objects(state, names):
-        if path and is_object(held):
-            yield from tensors_in(held, path, objects=True)
-
-
-def _hidden(state: Capture, wrapped: Wrapped, names: Collection[str]) -> Iterator[tuple[int, str]]:
-    """Values in other objects among the results."""
-    for held in (held for path, held in _objects(state, names) if not path):
-        for _, tensor in hidden_tensors(held):
-            value = wrapped.held_value(tensor)
-            if value is not None:
-                yield value, type(held).__name__
-
-
-def _alike(modules: Iterable[nn.Module]) -> Iterator[int]:
-    """How many modules of one class the lists and dicts of modules hold."""
-    for module in modules:
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            yield from Counter(map(type, module.children())).values()
-
-
-def _stacked(module: nn.Module) -> Iterator[int]:
-    """How many matrices a module's own tensors stack, of which it may pick; with one number for none of them."""
-    for held in own_parameters(module).values():
-        if held is not None and held.dim() >= 3 and not type(module).__module__.startswith("torch.nn."):
-            for count in {held.shape[0], local_of(held).shape[0]} - {0}:
-                yield from (count, count + 1)
+    error, frame = recorder.numbers.refused[0]
+    raise BodyError(_root(outer), Frame(frame.module, frame.call, (), (), tuple(frame.body))) from error
 
 
 def _wrap(module: nn.Module, name: str, state: Capture) -> None:
@@ -548,7 +350,7 @@ def _wrap(module: nn.Module, name: str, state: Capture) -> None:
         if isinstance(module, nn.TransformerEncoder):
             _refuse_packing(module, name, args, kwargs)
         result = _record_call(name, names, forward, args, kwargs, state)
-        note_module_hooks(state.recorder, module, name, args, result)
+        state.recorder.gradients.note_module_hooks(module, name, args, result)
         return result
 
     module.__dict__["forward"] = recorded
@@ -597,47 +399,24 @@ def _record_call(
         recorder.frames.pop()
     else:
         result, inside = stand_in
-        if any(recorder.is_given(tensor) for _, tensor in tensors_in((args, kwargs))):
-            recorder.given.update(recorder.value_of(tensor) for _, tensor in tensors_in(result))
+        if any(recorder.origins.is_given(tensor) for _, tensor in tensors_in((args, kwargs))):
+            recorder.origins.given.update(recorder.value_of(tensor) for _, tensor in tensors_in(result))
         for module in inside:  # later calls of these are counted from there
             state.calls[module] = state.calls.get(module, 0) + 1
     outward = _Crosser(recorder, True, None if boundary is None else functools.partial(boundary.leave, name, call))
     result = outward(result, ())
-    if recorder.frames[-1].differentiates and not torch.is_grad_enabled():
-        recorder.gradless.update(crossing.target for crossing in outward.crossings)
-        recorder.passed.update(crossing.target for crossing in inward.crossings)
+    recorder.gradients.left(inward.crossings, outward.crossings)
     # The caller may write to what it is handed.
     state.results[name, call] = result if isinstance(result, Tensor) else with_items(result, lambda item: item)
     recorder.frames[-1].body.append(
         Frame(name, call, tuple(inward.crossings), tuple(outward.crossings), tuple(frame.body), cuts=tuple(frame.cuts))
     )
-    if recorder.listening:
-        recorder.frames[-1].steps.append(Heard(name, call, tuple(frame.steps)))
+    recorder.steps.left(frame)
     return result
 
 
 CALLING = _record_call.__code__
 """What calls a module's own `forward`, of arguments that this may not take."""
-
-
-@functools.cache
-def argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """The names by which a `forward`'s positional arguments can be passed, without `self`."""
-    try:
-        signature = inspect.signature(forward)
-    except (TypeError, ValueError):
-        return ()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(name for name, parameter in signature.parameters.items() if parameter.kind in kinds)[1:]
-
-
-def takes_keywords(forward: Callable[..., Any]) -> bool:
-    """Whether a `forward` takes any keyword, which it may pass on."""
-    try:
-        parameters = inspect.signature(forward).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
 class _Crosser:
@@ -673,10 +452,7 @@ class _Crosser:
             with Unwatched():
                 moved = self.transform(path, tensor)
                 if moved is not tensor:
-                    source = self.recorder.value_of(tensor)
-                    target = self.recorder.new_value(moved, self.recorder.values[source].differentiable)
-                    self.recorder.follow_given((source,), (target,))
-                    self.crossings.append(Crossing(path, source, target))
+                    self.crossings.append(Crossing(path, *self.recorder.replace(tensor, moved)))
                     return moved
         alias, source, target = self.recorder.cross(tensor)
         self.crossings.append(Crossing(path, source, target))
@@ -695,7 +471,7 @@ def _to_meta(_: Path, tensor: Tensor) -> Tensor:
     return note_alike(meta.requires_grad_(tensor.requires_grad), tensor)
 
 
-def without_dead_operations(root: Frame, effects: set[int]) -> Frame:
+def without_dead_operations(root: Frame, effects: Set[int]) -> Frame:
     """Drop operations whose results nobody reads, now or after the run: autograd's own detaches, unused masks.
 
     Lookups stay: they run all the same, and raise for an index beyond a rank's part, which no run on meta shows.

@@ -1,7 +1,8 @@
-"""Chance: random numbers of Python's `random` and of numpy, by which a forward may skip layers.
+"""Chance: the random numbers of a run; of Python's `random` and of numpy, by which a forward may skip layers.
 
 in:  a run of the model
-out: numbers as the generators draw them; of each comparison with one, the side that the run is to take
+out: numbers as the generators draw them; of each comparison with one, the side that the run is to take; values of torch
+     that are random numbers alone, or that the forward has seeded
 
     if random.random() < self.layerdrop: continue   ->   a branch, as is `if torch.rand([]) < self.layerdrop`
 
@@ -19,11 +20,19 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from tpplan.compat.generators import random_state
+import torch
+
+from tpplan.compat.generators import random_state, set_random_state
+from tpplan.compat.modes import Unwatched
+from tpplan.compiler.ir.observations import RandomNumbers
+from tpplan.compiler.ir.trace import Operation
+from tpplan.compiler.trace.random_draws import is_draw
+from tpplan.compiler.trace.tape import Observer
 
 PYTHON, NUMPY, TORCH = "Python's `random`", "`numpy.random`", "torch's random generator"
 _DRAWS = {PYTHON: ("random", "uniform"), NUMPY: ("rand", "random", "random_sample", "uniform")}
 _Decide = Callable[[bool], bool]
+_OWN_DRAWS = torch.Generator().manual_seed(0x7EA51DE5).get_state()
 
 
 class Chance(float):
@@ -65,33 +74,68 @@ for _name in ("add", "mul", "neg", "radd", "rmul", "rsub", "rtruediv", "sub", "t
     setattr(Chance, f"__{_name}__", _computed(f"__{_name}__"))
 
 
-class Chances:
-    """What a run draws from the generators of Python and of numpy.
+class DrawObserver(Observer):
+    """What a run draws: from torch's generator, and from those of Python and of numpy.
 
     Attributes:
-        drawn: the generators whose state it changes.
-        unseen: whether it draws otherwise than by a number whose comparisons are decided.
+        told: the generators that Python is told numbers of.
     """
 
     def __init__(self) -> None:
         """Nothing was drawn yet."""
-        self.drawn: set[str] = set()
-        self.unseen = False
+        self.told: set[str] = set()
+        self._unseen = False  # whether it draws otherwise than by a number whose comparisons are decided
         self._states: dict[str, object] = {}
         self._decide: _Decide = bool
+        self._drawn: set[int] = set()  # random numbers, and what is made of them alone
+        self._seeded: set[int] = set()
+        self._state = random_state()
 
+    # -- torch's generator ----------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        """Put the generator of torch where no body's seed puts it: one that sets it is noticed by that."""
+        with Unwatched():
+            set_random_state(_OWN_DRAWS)
+        self._state = _OWN_DRAWS
+
+    def added(self, operation: Operation, called: bool) -> None:
+        """Note random numbers, and what is made of them alone."""
+        if not called:
+            return
+        draws = is_draw(operation.target, operation.arguments, operation.keywords)
+        if self._drawn.issuperset(operation.inputs) if operation.inputs else draws:
+            self._drawn.update(output for output in operation.outputs if output is not None)
+        if draws and self._is_seeded():
+            self._seeded.update(output for output in operation.outputs if output is not None)
+
+    def _is_seeded(self) -> bool:
+        """Whether the body has set the generator of random numbers: a capture doesn't draw from it."""
+        with Unwatched():
+            return not torch.equal(self._state, random_state())
+
+    def is_drawn(self, value: int) -> bool:
+        """Whether a value that Python is told is random numbers, or made of them alone."""
+        if value in self._drawn:
+            self.told.add(TORCH)
+        return value in self._drawn
+
+    def result(self) -> RandomNumbers:
+        """What was drawn."""
+        return RandomNumbers(frozenset(self.told), self._unseen, frozenset(self._seeded))
+
+    # -- those of Python and of numpy -----------------------------------------------------------------------------
     @contextmanager
     def followed(self, decide: _Decide) -> Generator[None]:
         """Have comparisons of random numbers that this thread draws in the block decided."""
-        before: Chances | None = getattr(_thread, "chances", None)
+        before: DrawObserver | None = getattr(_thread, "draws", None)
         self._decide = decide
         self._states = {name: _state(generator) for name, generator in _generators()}
         _watches.enter()
-        _thread.chances = self
+        _thread.draws = self
         try:
             yield
         finally:
-            _thread.chances = before
+            _thread.draws = before
             _watches.leave()
             for name, generator in _generators():
                 self._look(name, generator)
@@ -102,15 +146,15 @@ class Chances:
         found = draw()
         if type(found) is not float:
             return found
-        self.drawn.add(name)
+        self.told.add(name)
         self._states[name] = _state(generator)
         return Chance.of(found, self._decide)
 
     def _look(self, name: str, generator: Any) -> None:
         """Note what was drawn unseen."""
         if name in self._states and self._states[name] != _state(generator):
-            self.drawn.add(name)
-            self.unseen = True
+            self.told.add(name)
+            self._unseen = True
 
 
 _thread = threading.local()
@@ -147,10 +191,10 @@ _watches = _Watches()
 def _following(name: str, generator: Any, draw: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(draw)
     def drawn(*args: Any, **kwargs: Any) -> Any:
-        chances: Chances | None = getattr(_thread, "chances", None)
-        if chances is None:
+        draws: DrawObserver | None = getattr(_thread, "draws", None)
+        if draws is None:
             return draw(*args, **kwargs)
-        return chances.draw(name, generator, lambda: draw(*args, **kwargs))
+        return draws.draw(name, generator, lambda: draw(*args, **kwargs))
 
     return drawn
 
@@ -190,4 +234,4 @@ def own_generators(holders: Iterable[tuple[str, Mapping[str, Any]]]) -> list[tup
     ]
 
 
-__all__ = ["TORCH", "Chances", "own_generators", "states"]
+__all__ = ["TORCH", "DrawObserver", "own_generators", "states"]

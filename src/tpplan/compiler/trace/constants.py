@@ -7,47 +7,31 @@ to compare. Nor has what torch makes of the list in `x[:, [-2]]`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tpplan.compat.flex_attention import FLEX_ATTENTION
-from tpplan.compat.tensors import READ_VERSION
 from tpplan.compiler.ir.class_functions import ClassCall
 from tpplan.compiler.ir.class_reductions import EXTREMES, class_call, stock_function
 from tpplan.compiler.ir.look_ups import LOOK_UPS
-from tpplan.compiler.ir.steps import side_of, step_of
+from tpplan.compiler.ir.steps import side_of
 from tpplan.compiler.ir.trace import Cut
 from tpplan.compiler.trace.counts import SPLITS, with_counted
 from tpplan.compiler.trace.decomposed import decomposed
 from tpplan.compiler.trace.device import NOTHING, DeviceView
 from tpplan.compiler.trace.flex_calls import record_flex_attention
-from tpplan.compiler.trace.gradient_hooks import note_tensor_hook
-from tpplan.compiler.trace.noted import UnfollowedError
+from tpplan.compiler.trace.gradient_flow import HOOKS
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.taken_gradients import record_gradient
-from tpplan.state.ambient import RECORDING
 
-_SET_DATA: Any = Tensor.data.__set__  # pyright: ignore
-_GRADIENT_FUNCTION: Any = Tensor.grad_fn.__get__  # pyright: ignore
-_REQUIRES_GRAD: Any = Tensor.requires_grad.__get__  # pyright: ignore
-# Of a tensor on the way to its gradient, and of its memory: what a rank's part says of these is no use to a body.
-_AUTOGRADS_OWN: dict[Any, str] = {Tensor.grad.__get__: "grad", Tensor.is_leaf.__get__: "is_leaf"}  # pyright: ignore
-_MEMORYS_OWN: dict[Any, str] = {
-    READ_VERSION: "_version",
-    Tensor.storage_offset: "storage_offset()",
-}
-_STRIDES = frozenset((Tensor.is_contiguous, Tensor.stride))
 _POSITION_OF_DATA = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
-_HOOKS: dict[Callable[..., Any], bool] = {
-    Tensor.register_hook: False,
-    Tensor.register_post_accumulate_grad_hook: True,
-}
 _VALUE_READS: frozenset[Any] = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__))  # pyright: ignore
 _INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__))
 
@@ -125,6 +109,11 @@ def _assembled(func: Callable[..., Any], args: tuple[Any, ...], keywords: dict[s
     return stacked(data).requires_grad_(like.requires_grad)
 
 
+def _with_some(call: ClassCall, **others: Any) -> dict[str, Any]:
+    """What is changed of a call of which a rank may have nothing, so that its input has entries in each dim."""
+    return {"input": call.input.new_empty([count or 1 for count in call.input.shape]), **others}
+
+
 class ConstantWatcher(TorchFunctionMode):
     """Notes the numbers that meta tensors are made of, and hooks on tensors."""
 
@@ -132,118 +121,86 @@ class ConstantWatcher(TorchFunctionMode):
         """Tell `recorder`."""
         super().__init__()
         self._recorder = recorder
-        self._device = DeviceView(torch.device("cpu") if recorder.device is None else recorder.device)
+        self._device = DeviceView(recorder.settings.device)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call `func`, and keep its numbers if it makes a tensor of Python's."""
         keywords: dict[str, Any] = kwargs or {}
-        self._recorder.meet()
-        if func is Tensor.tolist and args[0].is_meta and (counts := self._recorder.counts_of(args[0])) is not None:
+        recorder = self._recorder
+        recorder.meet()
+        if func is Tensor.tolist and args[0].is_meta and (counts := recorder.numbers.counts_of(args[0])) is not None:
             return counts
         if func is Tensor.__format__ and args[0].is_meta and args[0].is_floating_point() and args[1]:
             text = format(math.nan, args[1])  # for people to read: it is the name of nothing
-            self._note_step(func, text, args)
+            recorder.steps.called(func, text, args)
             return text
         if func in SPLITS and (counted := with_counted(args, keywords)) is not None:
-            self._recorder.note_found()
+            recorder.numbers.choose()
             args, keywords = counted
         if func in _VALUE_READS and args[0].is_meta:
-            args = (self._recorder.read(args[0]).to("cpu", copy=True), *args[1:])
-        elif func in _VALUE_READS and (id(args[0]) in self._recorder.picked or self._recorder.is_redrawn(args[0])):
-            raise self._recorder.refuse_value()
+            args = (recorder.numbers.read(args[0]).to("cpu", copy=True), *args[1:])
+        elif func in _VALUE_READS and (id(args[0]) in recorder.real.picked or recorder.real.is_redrawn(args[0])):
+            raise recorder.numbers.refuse()
         if func in self._device.answers:
             found = self._device.answer(func, args)
             if found is not NOTHING:
-                self._note_step(func, found, args)
+                recorder.steps.called(func, found, args)
                 return found
         elif func in _INDEXING:
             args = (args[0], _index_of(args[1]), *args[2:])
             self._note_cuts(args[0], args[1])
         if func is FLEX_ATTENTION:
-            return record_flex_attention(self._recorder, self, args, keywords)
+            return record_flex_attention(recorder, self, args, keywords)
         if func is torch.autograd.grad:
-            return record_gradient(self._recorder, args, keywords)
-        if func == _SET_DATA and isinstance(args[0], nn.Parameter) and step_of(func):
-            raise UnfollowedError(
-                "it assigns to a parameter's `.data`", "write to the parameter under `torch.no_grad()` instead"
-            )
-        if func is Tensor.is_inference and step_of(func):
-            raise UnfollowedError(
-                "it reads `is_inference()` of a tensor, of which a proof knows nothing",
-                "ask for `torch.is_inference_mode_enabled()` instead",
-            )
-        if func in _AUTOGRADS_OWN or func in _MEMORYS_OWN:
-            self._refuse_state(func, args[0])
-        elif func in _STRIDES:
-            self._recorder.asked_memory.add(func.__name__)
-        elif func == _REQUIRES_GRAD and isinstance(args[0], nn.Parameter):
-            self._recorder.asked_flags.add(self._recorder.value_of(args[0]))
-        elif func == _REQUIRES_GRAD and step_of(func):
-            self._recorder.asked_settings.add(RECORDING)
-        if func in _HOOKS:
-            note_tensor_hook(self._recorder, *args, **keywords, accumulated=_HOOKS[func])
+            return record_gradient(recorder, args, keywords)
+        recorder.asked.calling(func, args)
+        if func in HOOKS:
+            recorder.gradients.note_tensor_hook(*args, **keywords, accumulated=HOOKS[func])
         if func is Tensor.to or (keywords and keywords.get("device") is not None):
             args, keywords = self._device.moved(func, args, keywords)
         position = _POSITION_OF_DATA.get(func)
         data = None if position is None else _data(position, args, keywords)
-        classes = class_call(func, args, keywords, self._recorder.reduces, self._recorder.looks_up)
+        settings = recorder.settings
+        reduces, looks_up = recorder.is_within(settings.reducing), recorder.is_within(settings.looking)
+        classes = class_call(func, args, keywords, reduces, looks_up)
         result: Any
         if _holds_meta(data):
             result, data = _assembled(func, args, keywords, data), None
         elif classes is None:
-            self._recorder.indexing = type(args[1]) if func in _INDEXING else None
+            recorder.indexing = type(args[1]) if func in _INDEXING else None
             try:
                 result = decomposed(func)(*args, **keywords)
                 if func is Tensor.__getitem__:
-                    result = self._recorder.indexed(args[0], result)
+                    result = recorder.indexed(args[0], result)
             finally:
-                self._recorder.indexing = None
+                recorder.indexing = None
         else:
             result = self._over_classes(classes, lambda: func(*args, **keywords))
-        if func == _GRADIENT_FUNCTION and result is not None and step_of(func):
-            raise UnfollowedError(
-                "it reads `grad_fn`, which is another one on a rank's part", "ask for `requires_grad` instead"
-            )
-        self._note_step(func, result, args)
-        if args and isinstance(args[0], Tensor) and not args[0].is_meta and self._recorder.frames:
+        recorder.asked.told(func, result)
+        recorder.steps.called(func, result, args)
+        if args and isinstance(args[0], Tensor) and not args[0].is_meta and recorder.frames:
             side = side_of(func, result, args)
             if side is not None:
-                self._recorder.note_test(side)
+                recorder.sides.meet(side)
         if data is not None and isinstance(result, Tensor) and result.is_meta and not isinstance(data, Tensor):
             numbers = torch.tensor(data, dtype=result.dtype, device="cpu")
-            self._recorder.new_value(result, result.requires_grad, numbers=numbers)
+            recorder.new_value(result, result.requires_grad, numbers=numbers)
         return result
-
-    def _note_step(self, func: Callable[..., Any], result: Any, args: tuple[Any, ...]) -> None:
-        if self._recorder.listening and func.__name__ != "__get__":
-            step = step_of(func, side_of(func, result, args), depth=1, names=self._recorder.modules)
-            if step is not None and self._recorder.frames:
-                self._recorder.frames[-1].steps.append(step)
 
     def _over_classes(self, call: ClassCall, run: Callable[[], Any]) -> Any:
         """Record a function over classes; a run on local shapes has a part of these or none, and the weights of all."""
-        stock, whole = stock_function(call.operation), self._recorder.whole
+        stock, whole = stock_function(call.operation), self._recorder.gradients.whole
+        changed: Callable[[], dict[str, Any]] | None = None
         if not whole and call.operation in LOOK_UPS:  # a row that has no gradient may be another rank's
-
-            def on_some() -> Any:
-                some = call.input.new_empty([count or 1 for count in call.input.shape])
-                return stock(*replace(call, input=some, padding=None).arguments)
-
-            return self._recorder.record_whole(call.operation, call.arguments, on_some)
-        if not whole and call.weight is not None:
-            return self._recorder.record_whole(
-                call.operation, call.arguments, lambda: stock(*replace(call, weight=None).arguments)
-            )
-        if call.operation in EXTREMES and not call.input.shape[call.dim]:
-
-            def on_one() -> Any:
-                some = call.input.new_empty([count or 1 for count in call.input.shape])
-                return stock(*replace(call, input=some).arguments)
-
-            return self._recorder.record_whole(call.operation, call.arguments, on_one)
-        return self._recorder.record_whole(call.operation, call.arguments, run)
+            changed = functools.partial(_with_some, call, padding=None)
+        elif not whole and call.weight is not None:
+            changed = functools.partial(dict[str, Any], weight=None)
+        elif call.operation in EXTREMES and not call.input.shape[call.dim]:
+            changed = functools.partial(_with_some, call)
+        instead = run if changed is None else lambda: stock(*replace(call, **changed()).arguments)
+        return self._recorder.record_whole(call.operation, call.arguments, instead)
 
     def _note_cuts(self, tensor: Tensor, index: Any) -> None:
         """Note slices that take so many of the first entries as there are, or more: torch does nothing for these."""
@@ -252,12 +209,3 @@ class ConstantWatcher(TorchFunctionMode):
             for dim, stop in _stops(index, tensor.dim()):
                 if stop >= tensor.shape[dim]:
                     self._recorder.frames[-1].cuts.append(Cut(value, dim, stop - tensor.shape[dim]))
-
-    def _refuse_state(self, func: Any, tensor: Tensor) -> None:
-        """Refuse what the model's own code asks of autograd or of memory."""
-        name = _MEMORYS_OWN.get(func) or (_AUTOGRADS_OWN[func] if tensor.requires_grad else "")
-        if name and step_of(func, depth=1) is not None:
-            raise UnfollowedError(
-                f"it reads `{name}`, which is another one on a rank's part",
-                "let the caller tell what it needs to know",
-            )

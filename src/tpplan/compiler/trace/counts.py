@@ -18,8 +18,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from tpplan.compiler.trace.choices import found_count
-
 SPLITS: frozenset[Any] = frozenset((Tensor.split, torch.split))  # pyright: ignore
 
 
@@ -70,8 +68,17 @@ def shared_out(rows: int, among: int) -> list[int]:
     return [*counts, rows]
 
 
+def found_count(entries: int) -> int:
+    """How many of so many entries `nonzero` finds in a trace: a prime, that no number of ranks divides."""
+    return next((n for n in range(entries, 2, -1) if _is_prime(n)), entries)
+
+
 def _is_indivisible(count: int) -> bool:
     return count == 1 or (count > 2 and found_count(count) == count)
 
 
-__all__ = ["SPLITS", "RowCount", "is_counts", "shared_out", "with_counted"]
+def _is_prime(number: int) -> bool:
+    return all(number % n for n in range(2, int(number**0.5) + 1))
+
+
+__all__ = ["SPLITS", "RowCount", "found_count", "is_counts", "shared_out", "with_counted"]

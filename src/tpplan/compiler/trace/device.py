@@ -12,17 +12,18 @@ tensor is known by the very object that was handed out.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
-from pathlib import Path as FilePath
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tpplan.compiler.ir.locations import INTERNAL, TORCH
+
 _META = torch.device("meta")
-_INTERNAL = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parents[2]))
-_CHECKING = f"{_INTERNAL[0]}/nn/attention/"  # it refuses, and prepares for, the device that the model runs on
+_CHECKING = f"{TORCH}/nn/attention/"  # it refuses, and prepares for, the device that the model runs on
 _FLAGS = {"is_cuda": "cuda", "is_cpu": "cpu", "is_meta": "meta", "is_xpu": "xpu", "is_mps": "mps"}
 _FLAG_READS: dict[Any, str] = {getattr(Tensor, name).__get__: kind for name, kind in _FLAGS.items()}
 _DEVICE_READ: Any = Tensor.device.__get__  # pyright: ignore
@@ -85,17 +86,15 @@ def _constantly(value: bool) -> Callable[[Tensor, tuple[Any, ...]], bool]:
     return lambda _, __: value
 
 
-_internal: dict[str, bool] = {}
-
-
 def _asked_by_torch() -> bool:
     """Whether the code that reads the attribute is torch's or the compiler's, which has to see what is there."""
     frame = sys._getframe(3)  # pyright: ignore[reportPrivateUsage] -- this one, `answer` and the function mode stand between
-    name = frame.f_code.co_filename
-    found = _internal.get(name)
-    if found is None:
-        found = _internal[name] = name.startswith(_INTERNAL) and not name.startswith(_CHECKING)
-    return found
+    return _sees_all(frame.f_code.co_filename)
+
+
+@functools.cache
+def _sees_all(file: str) -> bool:
+    return file.startswith(INTERNAL) and not file.startswith(_CHECKING)
 
 
 def device_of(model: torch.nn.Module) -> torch.device:

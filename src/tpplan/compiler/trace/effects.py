@@ -1,26 +1,97 @@
-"""Effects: what a forward leaves behind besides its results, such as an auxiliary loss in an attribute.
+"""Effects, and origins: which values are made for more than a run's results, and which follow from what it is passed.
 
-in:  the modules after a run, the values of the trace, their layouts
-out: the tensors that modules now hold; findings for those that are only a rank's part, there or with the caller
+in:  the tensors that are there before a run and are read again after it, and those of its call
+out: the values that operations write there; the values that follow from the call's; an error for a tensor that comes
+     from nowhere, as from another thread
 
-    self.usage = x.sum()   with x: S(1)   ->   TP107: the attribute would hold a rank's own sum
-    cache.append(k)        with k: S(2)   ->   TP125: the caller's list holds a rank's own heads
+    self.mean.mul_(0.9)   ->   an effect, the value of the buffer after it
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
+from tpplan.compat.autograd import inside_transform
 from tpplan.compat.modules import named_modules, own_buffers
-from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, UNKNOWN, Layout
-from tpplan.compiler.ir.program import splits_sequence
-from tpplan.compiler.ir.trace import Location, Path, Trace
-from tpplan.plan import Diagnostic
+from tpplan.compiler.ir.locations import Location, location_now
+from tpplan.compiler.ir.trace import Operation, quoted
+from tpplan.compiler.trace.tape import Observer, RunTape
+from tpplan.compiler.trace.unfollowed import UnfollowedError
 
 _STOCK = frozenset(vars(nn.Module()))  # tables of parameters, modules and hooks
 _SCALARS = frozenset((bool, int, float, str, type(None)))
+
+
+class EffectObserver:
+    """Notes what operations make for more than the results of a run; `made` are these values."""
+
+    def __init__(self, tape: RunTape) -> None:
+        """Nothing outlives the run."""
+        self.made: set[int] = set()
+        self._outliving: set[int] = set()  # memory, by its first value
+        self._tape = tape
+
+    def outlives(self, tensor: Tensor) -> None:
+        """Say that `tensor`, such as a buffer, is read again after the run: writing to it is an effect."""
+        self._outliving.add(self._tape.storage_of(self._tape.value_of(tensor)))
+
+    def wrote(self, targets: Iterable[Tensor], outputs: Iterable[int | None]) -> None:
+        """An operation wrote to some tensors, and made these values."""
+        if any(self._tape.storage_of(self._tape.value_of(target)) in self._outliving for target in targets):
+            self.made.update(output for output in outputs if output is not None)
+
+
+class OriginObserver(Observer):
+    """Follows tensors from where they come.
+
+    Attributes:
+        given: values that the call is passed, and what follows from them.
+        familiar: ids of tensors from before the run; None while any may be met.
+    """
+
+    def __init__(self, tape: RunTape) -> None:
+        """Nothing was passed."""
+        self.given: set[int] = set()
+        self.familiar: set[int] | None = None
+        self._tape = tape
+        self._unfamiliar: list[tuple[str, Location | None, bool]] = []
+
+    def added(self, operation: Operation, called: bool) -> None:
+        """What it makes follows from what it reads."""
+        self._follow(operation.inputs, (*operation.outputs, *operation.overwritten))
+
+    def crossed(self, outside: int, inside: int) -> None:
+        """It is the same beyond a boundary."""
+        self._follow((outside,), (inside,))
+
+    def _follow(self, inputs: Iterable[int], outputs: Iterable[int | None]) -> None:
+        if not self.given.isdisjoint(inputs):
+            self.given.update(output for output in outputs if output is not None)
+
+    def is_given(self, tensor: Tensor) -> bool:
+        """Whether a tensor follows from what the call is passed, and not from what is there before it alone."""
+        return self._tape.held_value(tensor) in self.given
+
+    def unmade(self, tensor: Tensor) -> None:
+        """Note a tensor that wasn't there before the run."""
+        if self.familiar is not None and tensor.is_meta and id(tensor) not in self.familiar:
+            self._unfamiliar.append((self._tape.frames[-1].module, location_now(), inside_transform()))
+
+    def refuse_unfamiliar(self) -> None:
+        """Refuse a run that has read what it was neither passed nor seen to make."""
+        for name, at, transformed in self._unfamiliar:
+            if transformed:
+                raise UnfollowedError(
+                    f"{quoted(name)} calls modules inside of a transform of `torch.func`, such as `torch.vmap`, at "
+                    f"{at}",
+                    "call the modules on the whole batch, outside of the transform",
+                )
+            raise UnfollowedError(
+                f"{quoted(name)} uses a tensor at {at} that no recorded operation made",
+                "compute it in the thread of the forward, by operations of torch",
+            )
 
 
 def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -42,137 +113,4 @@ def _tensors_in(held: object) -> Sequence[Tensor]:
     return [item for item in items if isinstance(item, Tensor)]  # pyright: ignore[reportUnknownVariableType]
 
 
-def effect_findings(trace: Trace, layouts: Mapping[int, Layout]) -> list[Diagnostic]:
-    """Report what the forward leaves behind and what isn't as in the unsharded model.
-
-    A part that a hook or a global gets shows in its shape, unless a later call reads it. A term of a sum doesn't, and a
-    module may read its own.
-    """
-    outside = trace.outside
-    parts = {value: name for value, name in trace.kept.items() if layouts.get(value, REPLICATED) != REPLICATED}
-    seen = {value: name for value, name in parts.items() if value in outside and name not in trace.reread}
-    shown = [name for value, name in seen.items() if layouts[value].is_sharded]
-    findings = [
-        Diagnostic(
-            code="TP107",
-            message=f"the forward leaves a tensor of layout {layouts[value]} in `{name}`: its values or its gradient "
-            "differ from what the unsharded model would leave there",
-            help="return the tensor from the forward, or pin `output: replicate` for the module that it comes from",
-            subject=None if value in outside else name.rpartition(".")[0] or None,
-        )
-        for value, name in parts.items()
-        if name not in shown
-    ]
-    if shown:
-        findings.append(
-            Diagnostic(
-                code="TP125",
-                message=f"the forward, or a hook, leaves tensors of which each rank has its part, such as `{shown[0]}`",
-                help="nothing is wrong if that is expected; pin `output: replicate` for the module that they come from "
-                "to have them whole",
-            )
-        )
-    return findings
-
-
-def branch_findings(tested: Mapping[int, Location | None], layouts: Mapping[int, Layout]) -> list[Diagnostic]:
-    """Report branches on values that each rank has its own part of, so that the ranks would go different ways."""
-    return [
-        Diagnostic(
-            code="TP107",
-            message=f"the model branches on a value of layout {layouts[value]}: each rank would see its own part of it",
-            help="pin `output: replicate` for the module that the value comes from",
-            notes=(f"at {location}",) if location is not None else (),
-        )
-        for value, location in tested.items()
-    ]
-
-
-def seeded_findings(seeded: Collection[int], layouts: Mapping[int, Layout]) -> list[Diagnostic]:
-    """Report numbers that a forward draws after seeding: a rank's part would get those of another part."""
-    return [
-        Diagnostic(
-            code="TP107",
-            message="the model seeds the random numbers that it draws for a value whose layout is "
-            f"{layouts[value]}: every rank would draw the same for its part, and not what the unsharded model draws",
-            help="seed outside of the forward, draw such numbers once and keep them in a buffer, or pin `output: "
-            "replicate` for the module that the value comes from",
-        )
-        for value in sorted(seeded)
-        if layouts.get(value, REPLICATED) != REPLICATED
-    ][:1]
-
-
-def hidden_findings(hidden: Mapping[int, str], layouts: Mapping[int, Layout]) -> list[Diagnostic]:
-    """Report objects among the results that would take a rank's part with them, as nobody can look into them."""
-    parts = {kind: layouts[value] for value, kind in hidden.items() if layouts.get(value, REPLICATED) != REPLICATED}
-    return [
-        Diagnostic(
-            code="TP107",
-            message=f"the model returns a `{kind}` with a tensor of layout {layout}: it can't be gathered there, as "
-            "tpplan doesn't know how to rebuild such an object",
-            help="return a tuple, a dict or a dataclass instead, or leave the object out, as `use_cache=False` does "
-            "with a cache; or pin `output: replicate` for the module that the tensor comes from",
-        )
-        for kind, layout in parts.items()
-    ]
-
-
-def left_findings(trace: Trace, layouts: Mapping[int, Layout], lengths: Collection[int]) -> list[Diagnostic]:
-    """Say of which tensors the caller's lists and dicts will hold a part; report those that no later call could take.
-
-    Features and heads have the example's size in every call, so that a part of them is known by its size. A part of a
-    sequence isn't, nor is a term of a sum.
-
-    Args:
-        trace: what calls leave.
-        layouts: by value.
-        lengths: of the sequences that are split; the states of a mixer are (batch, features, more) as well.
-    """
-    found: list[Diagnostic] = []
-    parts: list[Path] = []
-    for path, value in trace.left.items():
-        layout = layouts.get(value, REPLICATED)
-        shape = trace.values[value].shape
-        length = shape[layout.dim or 0] // layout.interleave if splits_sequence(layout, shape) and shape else None
-        unlike = layout in (PARTIAL, UNKNOWN) or layout.is_extreme or layout.tail
-        if unlike or (layout.is_sharded and length in lengths):
-            found.append(
-                Diagnostic(
-                    code="TP107",
-                    message=f"the forward leaves a tensor of layout {layout} in the caller's `{path_name(path)}`: a "
-                    "later call couldn't tell it from a whole one",
-                    help="return the tensor from the forward, or pin `output: replicate` for the module that it comes "
-                    "from",
-                )
-            )
-        elif layout.is_sharded and path not in trace.in_objects:
-            parts.append(path)
-    if parts:
-        found.append(
-            Diagnostic(
-                code="TP125",
-                message=f"the forward leaves each rank's own part of tensors in the caller's `{parts[0][0]}`, such as "
-                f"`{path_name(parts[0])}`",
-                help="nothing is wrong if only later calls of the model read them; return from the forward what the "
-                "caller reads itself",
-            )
-        )
-    return found
-
-
-def path_name(path: Path) -> str:
-    """A place in a call's arguments as Python writes it: `caches[0][1]`."""
-    first, *rest = path
-    return f"{first}{''.join(f'[{part!r}]' for part in rest)}"
-
-
-__all__ = [
-    "branch_findings",
-    "effect_findings",
-    "held_tensors",
-    "hidden_findings",
-    "left_findings",
-    "path_name",
-    "seeded_findings",
-]
+__all__ = ["EffectObserver", "OriginObserver", "held_tensors"]

@@ -22,9 +22,10 @@ from tpplan.compat.flex_attention import FLEX_ATTENTION, flex_function
 from tpplan.compat.modes import Unwatched
 from tpplan.compat.schemas import schema_mutates
 from tpplan.compiler.ir.trace import Operation, Reference
-from tpplan.compiler.trace.noted import Aside, UnfollowedError
 from tpplan.compiler.trace.random_draws import is_draw
 from tpplan.compiler.trace.recorder import Recorder
+from tpplan.compiler.trace.tape import Aside
+from tpplan.compiler.trace.unfollowed import UnfollowedError
 from tpplan.ops.flex import BATCH, HEAD, FlexCall, flex_attention
 
 _INDICES = (BATCH, HEAD, "q", "k")

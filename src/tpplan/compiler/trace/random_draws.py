@@ -13,7 +13,7 @@ by itself: it is marked "caller", and its draws count among those of the bodies 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tpplan.compat.schemas import TORCH_NAMESPACES, OpOverload, is_random, schema_defaults
@@ -79,23 +79,13 @@ def random_draws(trace: Trace, layouts: Mapping[int, Layout]) -> dict[str, Draws
 def drawn_in_parts(trace: Trace, layouts: Mapping[int, Layout]) -> tuple[Drawn, ...]:
     """The draws whose parts aren't even stretches of one dim, with all of the same operator and shape, in order."""
     found: list[Drawn] = []
-    for node in _operations(trace.recorded):
-        value, name = node.outputs[0] if node.outputs else None, node.target.name()
-        if value is None or not name.startswith(DRAWN_BY_SHAPE):
-            continue
-        if is_draw(node.target, node.arguments, node.keywords):
-            found.append(Drawn(name, trace.values[value].shape, layouts.get(value, REPLICATED)))
+    for _, node in trace.recorded.in_order():
+        if isinstance(node, Operation) and is_draw(node.target, node.arguments, node.keywords):
+            value, name = node.outputs[0] if node.outputs else None, node.target.name()
+            if value is not None and name.startswith(DRAWN_BY_SHAPE):
+                found.append(Drawn(name, trace.values[value].shape, layouts.get(value, REPLICATED)))
     told = {(d.operation, d.shape) for d in found if not d.layout.is_plain or d.layout.interleave != 1}
     return tuple(d for d in found if (d.operation, d.shape) in told)
-
-
-def _operations(frame: Frame) -> Iterator[Operation]:
-    """All operations, in order of execution."""
-    for node in frame.body:
-        if isinstance(node, Frame):
-            yield from _operations(node)
-        else:
-            yield node
 
 
 class _DrawReader:
@@ -140,11 +130,11 @@ class _DrawReader:
 def _sources(root: Frame) -> dict[int, tuple[int, ...]]:
     """What each value is made from."""
     found: dict[int, tuple[int, ...]] = {}
-    for frame in root.walk():
-        found |= {crossing.target: (crossing.source,) for crossing in (*frame.entries, *frame.exits)}
-        for node in frame.body:
-            if isinstance(node, Operation):
-                found |= {output: node.inputs for output in node.outputs if output is not None}
+    for _, node in root.in_order():
+        if isinstance(node, Operation):
+            found |= {output: node.inputs for output in node.outputs if output is not None}
+        else:
+            found[node.target] = (node.source,)
     return found
 
 

@@ -7,12 +7,12 @@ out: whether later calls run other operations; a `LeftStateError` if that goes o
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from tpplan.compat.modules import named_modules
-from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace, Value
+from tpplan.compiler.ir.trace import Frame, Operation, Trace, Value, filled
 from tpplan.compiler.trace.left_state import LeftStateError, State, changes, described, slots_of, watch
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.skeleton import Skeleton, make_skeleton
@@ -70,31 +70,31 @@ def sequel(trace: Trace, used: nn.Module, before: State, around: Surroundings, r
     again = {name for name in changes(after, described(slots)) if name not in slots or not slots[name].cached}
     if again:
         _refuse_steering(second, without_records(skeleton.model), again, around, record)
-    return Sequel(not same, bool(again), second.reread, frozenset(again))
+    return Sequel(not same, bool(again), second.effects.reread, frozenset(again))
 
 
 def _refuse_steering(trace: Trace, model: nn.Module, names: set[str], around: Surroundings, record: Record) -> None:
     """Record one more call, in which all is watched that each call changes."""
     read: list[str] = []
     skeleton = make_skeleton(model)
-    recorder = Recorder.like(trace)
+    recorder = Recorder(trace.settings)
 
     def note(name: str) -> None:
         if len(recorder.frames) > 1:  # a forward reads it, and not the capture
             read.append(name)
 
-    recorder.changing = watch(skeleton.model, around, names, note)
+    recorder.real.changing = watch(skeleton.model, around, names, note)
     first = min(names)
     try:
         third, recorder = record(skeleton, recorder)
-        differs = shown(trace) != shown(third, recorder.blurred)
+        differs = shown(trace) != shown(third, recorder.real.blurred)
     except Exception as error:
         raise LeftStateError(
             f"it reads `{(read or [first])[0]}`, which changes with each call", (read or [first])[0]
         ) from error
-    if recorder.steering:
+    if recorder.real.steering:
         raise LeftStateError(
-            f"it reads the value of `{first}` at {recorder.steering[0]}, which changes with each call", first
+            f"it reads the value of `{first}` at {recorder.real.steering[0]}, which changes with each call", first
         )
     if read:
         raise LeftStateError(f"it reads `{read[0]}`, which changes with each call", read[0])
@@ -135,15 +135,14 @@ def _shown(
         known = _Any() if value in blurred else _numbers(held.numbers)
         return (numbers[value], held.shape, held.stride, held.dtype, held.differentiable, known)
 
-    def plain(argument: Any) -> object:
-        if isinstance(argument, Reference):
-            return number(argument.identifier)
-        return tuple(map(plain, argument)) if isinstance(argument, tuple) else argument  # pyright: ignore
-
     yield (frame.module, frame.call, [(c.path, number(c.source), number(c.target), c.aliases) for c in frame.entries])
     for node in frame.body:
         if isinstance(node, Operation):
-            yield (node.name, plain(node.arguments), [(n, plain(a)) for n, a in node.keywords.items()])
+            yield (
+                node.name,
+                filled(node.arguments, number),
+                [(n, filled(a, number)) for n, a in node.keywords.items()],
+            )
             yield ([number(o) for o in node.outputs], [number(o) for o in node.overwritten])
         else:
             yield from _shown(node, values, numbers, blurred)

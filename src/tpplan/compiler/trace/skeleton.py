@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tpplan.compat.modules import named_modules, own_buffers, own_parameters
 from tpplan.compiler.ir.hidden import is_plain, members
 from tpplan.compiler.ir.objects import note_alike
-from tpplan.compiler.trace.noted import UnfollowedError
+from tpplan.compiler.trace.unfollowed import UnfollowedError
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _TABLES = frozenset((dict, OrderedDict, set))

@@ -31,8 +31,10 @@ from torch import Tensor
 from tpplan.compat.modes import enable_python_dispatcher
 from tpplan.compat.schemas import OpOverload, schema_mutates
 from tpplan.compat.symbols import SYMBOLIC, SizeSymbols, expression_of
-from tpplan.compiler.ir.trace import Geometry, Location, Trace
-from tpplan.compiler.trace.recorder import INTERNAL, Recorder
+from tpplan.compiler.ir.locations import INTERNAL, Location
+from tpplan.compiler.ir.observations import CaptureSettings
+from tpplan.compiler.trace.meta_results import Made
+from tpplan.compiler.trace.recorder import Recorder
 from tpplan.ops.issued import ALIAS, SLICE
 
 _LIBRARIES = (*INTERNAL, str(FilePath(sympy.__file__).parent), "<")
@@ -47,15 +49,10 @@ Results = dict[object, tuple[Any, list[tuple[Any, Any]]]]
 class SymbolicRecorder(Recorder):
     """A recorder of runs whose sizes are symbols."""
 
-    _made: Results
-
-    @classmethod
-    def remembering(cls, results: Results, trace: Trace) -> SymbolicRecorder:
-        """One that answers as that of a trace did, and shares results with others over the same symbols."""
-        made = cls.like(trace)
-        assert isinstance(made, SymbolicRecorder)
-        made._made = results
-        return made
+    def __init__(self, results: Results, settings: CaptureSettings) -> None:
+        """Share `results` with others over the same symbols."""
+        super().__init__(settings)
+        self._made = results
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -70,7 +67,7 @@ class SymbolicRecorder(Recorder):
         with enable_python_dispatcher():
             made = ALIAS(tensor)
         self._identity[id(made)] = value
-        self._alive.append(made)
+        self.alive.append(made)
         return made
 
     def indexed(self, tensor: Tensor, result: Any) -> Any:
@@ -82,9 +79,7 @@ class SymbolicRecorder(Recorder):
             return result
         return ALIAS(tensor)
 
-    def _run(
-        self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any], memoise: bool
-    ) -> tuple[Any, list[tuple[Any, Geometry | None]]]:
+    def _run(self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any], memoise: bool) -> Made:
         """As of numbers, but that views are remembered as well, and results are aliases of earlier ones.
 
         A new tensor takes a millisecond of symbolic arithmetic. Who shares memory is known by operators' schemas.

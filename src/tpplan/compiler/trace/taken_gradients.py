@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tpplan.compat.modes import Unwatched
 from tpplan.compiler.ir.inner_gradient import GRADIENT
+from tpplan.compiler.ir.locations import location_now
 from tpplan.compiler.ir.trace import Operation, Reference
 from tpplan.compiler.trace.recorder import Recorder
 
@@ -39,11 +40,11 @@ def record_gradient(recorder: Recorder, args: tuple[Any, ...], keywords: dict[st
     if given is not None and any(seed is None for seed in given):
         raise NotImplementedError("`grad_outputs` with None in a forward that is captured")
     twice = bool(call.arguments["create_graph"])
-    frame = recorder.frames[-1]
+    frame, gradients = recorder.frames[-1], recorder.gradients
     with Unwatched():
         held = [[recorder.value_of(tensor) for tensor in tensors] for tensors in (outputs, inputs, given or ())]
-    unused = recorder.unused.get((frame.module, frame.call, _count(frame.body)))
-    if unused is None and recorder.whole:
+    unused = gradients.unused.get((*frame.key, _count(frame.body)))
+    if unused is None and gradients.whole:
         with recorder.aside():
             results = _grad(*args, **keywords)
     else:
@@ -55,9 +56,9 @@ def record_gradient(recorder: Recorder, args: tuple[Any, ...], keywords: dict[st
     references = [tuple(map(Reference, values)) for values in held]
     arguments = (references[0], references[1], None if given is None else references[2])
     operands = tuple(value for values in held for value in values)
-    recorder.add(Operation(GRADIENT, arguments, {}, operands, made, (), recorder.location()))
-    recorder.takes_gradients = True
-    recorder.twice = recorder.twice or twice
+    recorder.add(Operation(GRADIENT, arguments, {}, operands, made, (), location_now()))
+    gradients.taken_inside = True
+    gradients.twice = gradients.twice or twice
     return results
 
 

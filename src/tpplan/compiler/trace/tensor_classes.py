@@ -13,7 +13,7 @@ isn't one of those by which the class shows them has no meaning that a proof cou
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,10 +21,11 @@ from torch import Tensor
 
 from tpplan.compat.schemas import schema_mutates
 from tpplan.compiler.ir.kept_tensors import WrapperError, inner_tensors, is_wrapper, shown
-from tpplan.compiler.ir.trace import Frame, Location, Operation, Reference
+from tpplan.compiler.ir.locations import Location
+from tpplan.compiler.ir.trace import Frame, Operation, Reference
 from tpplan.compiler.trace.copied import with_copies
-from tpplan.compiler.trace.noted import UnfollowedError
 from tpplan.compiler.trace.recorder import Recorder
+from tpplan.compiler.trace.unfollowed import UnfollowedError
 from tpplan.ops.issued import ALIAS, CLONE
 
 
@@ -191,7 +192,7 @@ class _Reading:
         """What an operation on inner tensors, or on what was made of them, is in the record."""
         made = self._known.get(self._key(node))
         if made is None:
-            return (_with_inputs(node, {v: self._shown[v] for v in node.inputs if v in self._shown}),)
+            return (node.renumbered({v: self._shown[v] for v in node.inputs if v in self._shown}),)
         if len(made) != 1 or made[0] not in self._shown:
             numbered = zip(node.outputs, made, strict=True)
             self._number.update((mine, its) for mine, its in numbered if mine is not None and its is not None)
@@ -203,7 +204,9 @@ class _Reading:
         for position in schema_mutates(node.target):
             held = node.arguments[position] if position < len(node.arguments) else None
             if isinstance(held, Reference):
-                shared = (v for v in self._class if self._recorder.is_one_storage(v, held.identifier))
+                shared = (
+                    v for v in self._class if self._recorder.storage_of(v) == self._recorder.storage_of(held.identifier)
+                )
                 name = self._class.get(next(shared, -1))
                 if name is not None:
                     raise UnfollowedError(f"it writes to a tensor that a `{name}` keeps, at {node.location}")
@@ -235,27 +238,8 @@ class _Reading:
         return node.target, plain(node.arguments), repr(sorted((n, plain(held)) for n, held in node.keywords.items()))
 
 
-def _with_inputs(node: Operation, others: Mapping[int, int]) -> Operation:
-    """An operation that reads other values."""
-    if not others:
-        return node
-
-    def changed(held: Any) -> Any:
-        if isinstance(held, Reference):
-            return Reference(others.get(held.identifier, held.identifier))
-        return tuple(map(changed, held)) if isinstance(held, tuple) else held  # pyright: ignore
-
-    named = {name: changed(held) for name, held in node.keywords.items()}
-    inputs = tuple(others.get(value, value) for value in node.inputs)
-    return replace(node, arguments=changed(node.arguments), keywords=named, inputs=inputs)
-
-
-def _operations(frame: Frame) -> Iterator[tuple[Frame, Operation]]:
-    for node in frame.body:
-        if isinstance(node, Frame):
-            yield from _operations(node)
-        else:
-            yield frame, node
+def _operations(root: Frame) -> Iterator[tuple[Frame, Operation]]:
+    return ((frame, node) for frame, node in root.in_order() if isinstance(node, Operation))
 
 
 __all__ = ["Wrapped"]

@@ -29,12 +29,13 @@ def with_unread(trace: Trace) -> Trace:
     }
     if not made:
         return trace
-    root = without_dead_operations(trace.recorded, {*trace.effects, *made})
+    root = without_dead_operations(trace.recorded, {*trace.effects.made, *made})
     unanswered = {value for value in _values(root) if value not in live}
     read = {value for frame in root.walk() for n in frame.body if isinstance(n, Operation) for value in n.inputs}
     read.update(crossing.source for crossing in _crossings(root))
     unread = frozenset(c.target for frame in root.walk() for c in frame.exits) - read - live
-    return replace(trace, root=root, unanswered=trace.unanswered | unanswered, unread=unread)
+    gradients = replace(trace.gradients, unanswered=trace.gradients.unanswered | unanswered)
+    return replace(trace, root=root, gradients=gradients, unread=unread)
 
 
 def are_read_for_nobody(trace: Trace, names: Set[str]) -> bool:
@@ -100,13 +101,9 @@ def _values(root: Frame) -> Iterator[int]:
     yield from (crossing.target for crossing in _crossings(root))
 
 
-def _crossings(frame: Frame) -> Iterator[Crossing]:
+def _crossings(root: Frame) -> Iterator[Crossing]:
     """In the order in which they are crossed."""
-    yield from frame.entries
-    for node in frame.body:
-        if isinstance(node, Frame):
-            yield from _crossings(node)
-    yield from frame.exits
+    return (node for _, node in root.in_order() if isinstance(node, Crossing))
 
 
 __all__ = ["final_values", "is_unread", "live_values", "with_unread"]

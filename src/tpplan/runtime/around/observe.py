@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from tpplan.compat.modes import without_function_modes
 from tpplan.compiler.ir.layout import REPLICATED, Layout, reshard_between
 from tpplan.compiler.ir.pytree import Walk
-from tpplan.compiler.trace.capture import argument_names
+from tpplan.compiler.trace.signatures import argument_names
 from tpplan.plan import TpplanError
 from tpplan.runtime.modules.writes import WRITES, Outside, Writes, stock_class
 from tpplan.runtime.ranks.reshard import make_reshard

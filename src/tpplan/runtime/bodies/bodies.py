@@ -20,7 +20,7 @@ from tpplan.compiler.ir.layout import PARTIAL, Collective, Layout
 from tpplan.compiler.ir.program import Boundary, KernelUse, ModuleProgram, ParameterPlacement, Program, Reshard
 from tpplan.compiler.ir.trace import quoted
 from tpplan.compiler.rewrite.replay import Replay
-from tpplan.compiler.trace.capture import argument_names
+from tpplan.compiler.trace.signatures import argument_names
 from tpplan.runtime.around.standalone import alone_moves
 from tpplan.runtime.bodies.expert_bodies import ElsewhereBody, StackBody, own_body
 from tpplan.runtime.bodies.fused_sums import residual_norms

@@ -22,7 +22,7 @@ from tpplan.compat.fakes import fake_call
 from tpplan.compat.modules import own_parameters
 from tpplan.compiler.check.shared_experts import Argument, ExpertPart, OtherCounts
 from tpplan.compiler.ir.program import ModuleProgram, SharedExperts
-from tpplan.compiler.trace.capture import argument_names
+from tpplan.compiler.trace.signatures import argument_names
 from tpplan.runtime.bodies.kernel_bodies import Stock
 from tpplan.runtime.modules.module_runtime import Reader
 from tpplan.runtime.modules.writes import stock_class

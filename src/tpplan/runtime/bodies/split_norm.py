@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tpplan.compiler.ir.program import SplitNorm
-from tpplan.compiler.trace.capture import argument_names
+from tpplan.compiler.trace.signatures import argument_names
 from tpplan.runtime.bodies.kernel_bodies import Body, Stock
 from tpplan.runtime.modules.writes import stock_class
 from tpplan.runtime.ranks.reshard import Move

@@ -20,7 +20,7 @@ from tpplan.compat.pipelines import wants_shapes_alone
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.program import Boundary, Program, dtype_name
 from tpplan.compiler.ir.pytree import tensors_of
-from tpplan.compiler.trace.capture import argument_names
+from tpplan.compiler.trace.signatures import argument_names
 from tpplan.runtime.modules.writes import CHECKS, Watched
 from tpplan.runtime.ranks.lockstep import Facts, LockstepCommunicator, WatchError
 
