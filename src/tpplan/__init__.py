@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tpplan.calls.warm import warm_up
     from tpplan.checkpoint.files import CheckpointError
     from tpplan.compiler.ir.script import ReplayError
-    from tpplan.compiler.search import UnplacedError
+    from tpplan.compiler.ladder import UnplacedError
     from tpplan.initialize.findings import InitializationError
     from tpplan.kernels.kernel_errors import KernelArgumentError
     from tpplan.loss import LossError
@@ -174,7 +174,7 @@ _ELSEWHERE = {
     "TailError": "tpplan.runtime.ranks.reshard",
     "UnevenShardError": "tpplan.runtime.ranks.reshard",
     "UnlikeResultsError": "tpplan.runtime.around.results",
-    "UnplacedError": "tpplan.compiler.search",
+    "UnplacedError": "tpplan.compiler.ladder",
     "UnprovedCallError": "tpplan.calls.call_errors",
     "UnshardedError": "tpplan.parity.parity_errors",
     "VerifyError": "tpplan.parity.parity_errors",

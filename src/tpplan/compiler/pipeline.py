@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import CodeType
 
@@ -48,15 +48,15 @@ from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import tensors_in
 from tpplan.compiler.ir.steps import Stream
 from tpplan.compiler.ir.trace import Operation, Path, Trace
+from tpplan.compiler.ladder import UnplacedError, climb
 from tpplan.compiler.later import after_a_call, before_any_call, refuse_difference
 from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.place.solution import Constraints
-from tpplan.compiler.problem import Learned, Placed, Problem, stays_split
-from tpplan.compiler.refine import UnreadError
+from tpplan.compiler.problem import Learned, Placed, Problem
 from tpplan.compiler.request import Request
 from tpplan.compiler.rewrite.lemmas import justify
 from tpplan.compiler.rules.propagate import Propagator
-from tpplan.compiler.search import UnplacedError, search
+from tpplan.compiler.search import search
 from tpplan.compiler.split_inside import split_inside
 from tpplan.compiler.trace.capture import BodyError, Capture, without_collection
 from tpplan.compiler.trace.preconditions import unfit_findings, unseen_findings
@@ -169,7 +169,7 @@ def _compiled(request: Request) -> Compiled:
 
 def _compile_with_later(request: Request) -> Compiled:
     """Compile, and prove that the program is right for calls after the first as well."""
-    request, (compiled, trace, state) = _compile_leniently(request)
+    request, (compiled, trace, state) = climb(_compile, request)
     if not state.sequel.differs:
         return compiled
     with after_a_call(request.model, trace, request.arguments, request.keywords) as later:
@@ -185,34 +185,6 @@ def _compile_with_later(request: Request) -> Compiled:
     return replace(compiled, later=other.streams, subject=None, results=compiled.results | other.results)
 
 
-def _compile_leniently(request: Request) -> tuple[Request, tuple[Compiled, Trace, Capture]]:
-    """Compile; where bodies can't work on parts, by what costs more, and is right as well."""
-    try:
-        return request, _compile(request)
-    except UnreadError as error:
-        if request.unread:
-            raise CompileError(error.findings) from error
-        return _compile_leniently(replace(request, unread=True))
-    except UnplacedError as error:
-        for other in _dearer(request, error):
-            try:
-                return _compile_leniently(other)
-            except CompileError:
-                continue
-        raise
-
-
-def _dearer(request: Request, error: UnplacedError) -> Iterator[Request]:
-    """Other requests, where bodies can't work on parts."""
-    reducing = request.reducing | error.modules
-    if reducing != request.reducing and stays_split(request.plan):
-        yield replace(request, reducing=reducing)  # where a result stays split, they may reduce its classes
-    if request.moves is None and stays_split(request.plan):
-        yield replace(request, moves=True)
-    if request.members is None and error.bases:
-        yield replace(request, members=error.bases)  # what stands beside a layer may be whole
-
-
 def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     dump = Dump.from_environment()
     binding, findings = bind_rules(request.model, request.plan)
@@ -222,16 +194,20 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
         findings = once([*findings, *unlike_layers(request.model, binding)])
     _refuse(findings)
     trace, state = _capture(request, findings)
-    trace = with_unread(trace) if request.unread else trace
+    trace = with_unread(trace) if request.freedoms.unread else trace
     dump.trace(trace)
     flow = DataFlow(trace)
     wrappers = tuple(binding.wrappers)
-    binding, unwrapped, members = unwrap(request.model, flow, binding, request.members)
+    unwrapped, bases = unwrap(request.model, flow, binding, request.members), request.freedoms.bases
+    if bases and request.members is None:
+        members = bases_among(request.model, wrappers, unwrapped[2])
+        unwrapped = unwrap(request.model, flow, binding, members)
+    binding, unwrapped, members = unwrapped
     findings = [*findings, *unwrapped]
     unpacked = pack_in_groups(request.model, flow, binding, request.size, request.partly)
     unseen = {finding.subject or "" for finding in unpacked.findings}
-    if unseen and not request.unread and are_read_for_nobody(trace, unseen):
-        raise UnreadError([*findings, *unpacked.findings])
+    if unseen and not request.freedoms.unread and are_read_for_nobody(trace, unseen):
+        raise UnplacedError([*findings, *unpacked.findings], unread=True)
     binding, inexact = justify(request.model, flow, unpacked.binding)
     looking = lookers(trace, binding) - request.looking
     if looking:
@@ -255,14 +231,15 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
         request, binding, flow, state.results, unpacked.heads, _filled(trace, unpacked.features),
         functools.cache(functools.partial(attributes_read, request.model, trace, request.arguments, request.keywords)),
     )  # fmt: skip
-    constraints = Constraints(sequence=any(b.style is Style.SEQUENCE for b in binding.modules.values()))
+    constraints = Constraints(
+        freedoms=request.freedoms, sequence=any(b.style is Style.SEQUENCE for b in binding.modules.values())
+    )
     try:
         solved = search(problem, Learned(constraints, attributes, findings=(*findings, *unknown)), dump)
     except CompileError as error:
         try_rules(trace, None, _device_of(request), request.size)  # a rule that isn't true says more
         if isinstance(error, UnplacedError):
-            bases = bases_among(request.model, wrappers, members)
-            error.bases = bases if len(bases) < len(members) else {}
+            error.bases = len(bases_among(request.model, wrappers, members)) < len(members)
         raise
     if request.size > 1 and not request.partly:
         _refuse(ineffective_rules(request.model, ruled, asked, trace, solved.placed.assignment, unpacked.notes))
@@ -340,10 +317,10 @@ def _refuse(findings: Sequence[Diagnostic]) -> None:
 
 
 def _warnings(problem: Problem, placed: Placed) -> list[Diagnostic]:
-    request, constraints = problem.request, placed.learned.constraints
+    request, free = problem.request, placed.learned.constraints.freedoms
 
     def around() -> Neighbours:
-        propagator = Propagator(request.size, problem.trace.batch, constraints.heads, constraints.features)
+        propagator = Propagator(request.size, problem.trace.batch, free.heads, free.features)
         return Neighbours(request.model, problem.flow, placed.instance, propagator)
 
     found = warnings_for(problem.flow, problem.binding, placed.assignment, request.size, around)

@@ -20,14 +20,9 @@ from tpplan.compiler.ir.trace import Trace
 from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.place.solution import Constraints
 from tpplan.compiler.request import Request
-from tpplan.plan import Diagnostic, Pin, Plan
+from tpplan.plan import Diagnostic
 
 Attributes = Mapping[str, tuple[LocalAttribute, ...]]
-
-
-def stays_split(plan: Plan) -> bool:
-    """Whether a plan leaves a result split."""
-    return any(rule.output is Pin.SHARD for rule in plan.rules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +50,6 @@ class Problem:
     def trace(self) -> Trace:
         """The trace."""
         return self.flow.trace
-
-    @property
-    def moves(self) -> bool:
-        """Whether operations may have their operands resharded."""
-        wanted = self.request.moves
-        return not stays_split(self.request.plan) if wanted is None else wanted
 
     @property
     def parts(self) -> dict[int, Layout]:
@@ -133,4 +122,4 @@ class Placed:
         )  # fmt: skip
 
 
-__all__ = ["Attributes", "Learned", "Placed", "Problem", "stays_split"]
+__all__ = ["Attributes", "Learned", "Placed", "Problem"]

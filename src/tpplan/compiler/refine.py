@@ -7,7 +7,7 @@ out: what is known now: attributes that are local, bodies that run from their re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from tpplan.compat.modules import named_modules
@@ -26,6 +26,7 @@ from tpplan.compiler.explain.computed_steps import of_computed
 from tpplan.compiler.ir.layout import REPLICATED
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.trace import ForeignBackward, Frame
+from tpplan.compiler.ladder import UnplacedError
 from tpplan.compiler.place.conflicts import uses_of_values
 from tpplan.compiler.place.solution import Name
 from tpplan.compiler.problem import Attributes, Learned, Problem
@@ -35,28 +36,15 @@ from tpplan.plan import CompileError, Diagnostic
 _TRIALS = 96  # of attributes, for one place
 
 
-class UnreadError(Exception):
-    """A layer can't work on what it gets, and has no layouts, as nobody reads what it computes.
-
-    Attributes:
-        findings: what to tell where that can't be helped.
-    """
-
-    def __init__(self, findings: Sequence[Diagnostic]) -> None:
-        """Remember the findings."""
-        super().__init__()
-        self.findings = findings
-
-
 def refine(problem: Problem, subject: CheckInput, learned: Learned, mismatch: Mismatch) -> Learned:
     """What makes the next round's program differ where this one failed, or one finding more.
 
     Raises:
-        UnreadError: the mismatch is in what the trace leaves out.
+        UnplacedError: the mismatch is in what the trace leaves out.
         CompileError: nothing helps, and nothing can be set aside to look for the next mistake.
     """
     if is_unread(subject.trace, mismatch.frame, mismatch.position):
-        raise UnreadError([*learned.findings, failures.of_check(subject, mismatch, problem.binding)])
+        raise UnplacedError([*learned.findings, failures.of_check(subject, mismatch, problem.binding)], unread=True)
     replayed = [n for n in subject.assignment.replayed if f"{mismatch.frame.module}.".startswith(f"{n}.")]
     if replayed:
         return unrecorded(subject.instance, learned, replayed)
@@ -221,4 +209,4 @@ def _same_place(one: Mismatch, other: Mismatch) -> bool:
     return one.frame.module == other.frame.module and one.when <= other.when
 
 
-__all__ = ["UnreadError", "refine", "unrecorded"]
+__all__ = ["refine", "unrecorded"]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tpplan.compiler.bind.wrappers import Members
+from tpplan.compiler.ir.freedoms import Freedoms
 from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.locations import Location
 from tpplan.compiler.ir.observations import CaptureSettings
@@ -39,11 +40,9 @@ class Request:
         taken: the branches on data to take on their true side; None for those without which modules stay uncalled.
         members: what the first call has made of rules on wrappers; None if this is the first.
         device: where the model will run; None for where its parameters are.
-        reducing: modules whose bodies may reduce split classes by a collective; see `ir/class_reductions`.
-        moves: whether operands may be resharded inside of bodies where nothing else works; None for where no result is
-            to stay split, as functions over split classes come first.
+        freedoms: what is allowed from the start.
+        exchanges: whether operands may be resharded inside of bodies where nothing else works.
         values: whether bodies may read the numbers in the call; else only if they can't be captured without.
-        unread: whether layers are placed as well whose results nobody reads.
         looking: modules whose bodies look up in tables that are split by rows; see `ir/look_ups`.
         replays, records: see `CaptureSettings`.
         captures: what was captured of this model and call for other plans.
@@ -60,10 +59,9 @@ class Request:
     taken: frozenset[Location] | None = None
     members: Members | None = None
     device: torch.device | None = None
-    reducing: frozenset[str] = frozenset()
+    freedoms: Freedoms = field(default_factory=Freedoms)
+    exchanges: bool = True
     values: bool = False
-    moves: bool | None = None
-    unread: bool = False
     looking: frozenset[str] = frozenset()
     replays: bool = False
     records: bool = True
@@ -72,8 +70,9 @@ class Request:
     def capture_settings(self, training: bool) -> CaptureSettings:
         """How to record the call in a mode."""
         device = self.device or device_of(self.model)
+        reducing = self.freedoms.reducing
         return CaptureSettings(
-            training, self.taken, device, self.reducing, self.values, self.looking, self.replays, self.records
+            training, self.taken, device, reducing, self.values, self.looking, self.replays, self.records
         )
 
 

@@ -10,13 +10,10 @@ out: `Solved`: the first placement that passes the check, with the steps that it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tpplan.compat.modules import named_modules
-from tpplan.compiler.bind.recurrent_layers import is_recurrent
 from tpplan.compiler.bind.regions import RegionTable, build_regions
-from tpplan.compiler.bind.wrappers import Members
 from tpplan.compiler.check import local_run
 from tpplan.compiler.check.same_steps import Mismatch
 from tpplan.compiler.dump import Dump
@@ -31,11 +28,11 @@ from tpplan.compiler.explain.left_behind import (
     seeded_findings,
 )
 from tpplan.compiler.explain.warnings import gathered_columns
-from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS
 from tpplan.compiler.ir.layout import REPLICATED
 from tpplan.compiler.ir.program import splits_sequence
-from tpplan.compiler.ir.region import Instance, OperationNode
+from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.steps import Stream
+from tpplan.compiler.ladder import Stuck, UnplacedError, widened
 from tpplan.compiler.place.assign import assign
 from tpplan.compiler.place.conflicts import (
     conflicting_modules,
@@ -57,21 +54,6 @@ from tpplan.cost.communication import NVLINK
 from tpplan.plan import CompileError, Diagnostic, InternalError
 
 _ROUNDS = 64
-
-
-class UnplacedError(CompileError):
-    """No layouts suit some bodies.
-
-    Attributes:
-        modules: whose bodies.
-        bases: the layers that other modules wrap, if there is more beside them that is split.
-    """
-
-    def __init__(self, learned: Learned) -> None:
-        """Tell the findings, and remember the modules."""
-        super().__init__(learned.findings)
-        self.modules = learned.unplaced
-        self.bases: Members = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +113,13 @@ class _Solver:
             if not isinstance(solutions, Failure):
                 if learned.constraints.forgiven:
                     break
-                best = root_solution(solutions)
-                assignment = assign(
-                    instance, best, trace.parameters, inputs, constraints.heads, constraints.features
-                )  # fmt: skip
+                best, free = root_solution(solutions), constraints.freedoms
+                assignment = assign(instance, best, trace.parameters, inputs, free.heads, free.features)
                 for value, names in trace.parameters.items():  # a plan also splits what nobody reads
                     assignment.layouts.setdefault(value, problem.binding.parameters[names[0]])
                 return Placed(instance, assignment, learned, dict(self._placer.cut))
             learned = self._after(learned, instance, solutions)
-        raise UnplacedError(learned)
+        raise UnplacedError(learned.findings, learned.unplaced)
 
     def _instance(self, fixed: frozenset[str]) -> Instance:
         """The regions; of what a round teaches, they depend on the fixed modules alone."""
@@ -151,11 +131,7 @@ class _Solver:
     def _after(self, learned: Learned, instance: Instance, failure: Failure) -> Learned:
         """What to try after a failure; raises if there is nothing."""
         problem, constraints = self._problem, learned.constraints
-        if constraints.sequence and not constraints.slice_constants:
-            return learned.constrained(slice_constants=True)
-        wider = _widened(problem, learned) or _lengths_as_heads(problem, learned)
-        wider = wider or (None if constraints.once else learned.constrained(once=True))
-        wider = wider or _moving(problem, learned, _on_the_way(instance, failure.path))
+        wider = widened(Stuck(problem, learned, _on_the_way(instance, failure.path)))
         if wider is not None:
             return wider
         if learned.reasons:
@@ -169,40 +145,13 @@ class _Solver:
         learned = replace(learned, findings=tuple(findings), unplaced=unplaced)
         place = (here.region.example, failure.node)
         if place[1] is None or place in constraints.forgiven:
-            raise UnplacedError(learned)
+            raise UnplacedError(learned.findings, learned.unplaced)
         return learned.constrained(forgiven=constraints.forgiven | {place})
 
 
-def _widened(problem: Problem, learned: Learned) -> Learned | None:
-    """From now on, let new tensors be split by features; then, let values be split by heads at every boundary.
-
-    At last, let operations take parts of whole values.
-    """
-    if problem.features and not learned.constraints.features:
-        return learned.constrained(features=problem.features)
-    if problem.heads and not learned.constraints.heads:
-        return learned.constrained(heads=problem.heads)
-    if not learned.constraints.slices:
-        return learned.constrained(slices=True)
-    return None
-
-
-def _lengths_as_heads(problem: Problem, learned: Learned) -> Learned | None:
-    """Take dims that are as long as the batch or the sequence for heads: where the example has as many."""
-    trace, counted = problem.trace, {pack.size for (pack,) in learned.constraints.heads}
-    lengths = trace.values[trace.inputs[0]].shape[:2] if trace.inputs else ()
-    if not counted.isdisjoint(lengths) and not learned.constraints.lengths_as_heads:
-        return learned.constrained(lengths_as_heads=True)
-    return None
-
-
 def _wider_for_columns(problem: Problem, placed: Placed) -> Learned | None:
-    """As `_widened`; then, let the bodies move values that gathered columns reach."""
-    wider = _widened(problem, placed.learned)
-    if wider is not None:
-        return wider
     gathered = gathered_columns(problem.flow, problem.binding, placed.assignment)
-    return _moving(problem, placed.learned, _reached(placed.instance, gathered))
+    return widened(Stuck(problem, placed.learned, _reached(placed.instance, gathered), gathers=True))
 
 
 def _reached(instance: Instance, modules: Collection[str]) -> Iterator[Instance]:
@@ -213,34 +162,6 @@ def _reached(instance: Instance, modules: Collection[str]) -> Iterator[Instance]
         return
     for child in instance.children:
         yield from _instances(child) if child in called else _reached(child, modules)
-
-
-def _moving(problem: Problem, learned: Learned, instances: Iterable[Instance]) -> Learned | None:
-    """Let operations of these bodies move their operands.
-
-    A layer that is split has a body of the runtime's own, and a record knows no functions over classes. What torch runs
-    as one kernel would run step by step from a record: a recurrent layer is split by its rule, or not at all.
-    """
-    constraints = learned.constraints
-    if not problem.moves:
-        return None
-    modules = dict(named_modules(problem.request.model))
-    found = {
-        i.region.example
-        for i in instances
-        if i.frame.module
-        and i.region.style is None
-        and not i.region.shared
-        and not _reduces_classes(i)
-        and not is_recurrent(modules[i.frame.module])
-    }
-    if found <= constraints.moving | constraints.unsliced:
-        return None
-    return learned.constrained(moving=constraints.moving | found)
-
-
-def _reduces_classes(instance: Instance) -> bool:
-    return any(isinstance(n, OperationNode) and n.target in CLASS_OPERATIONS for n in instance.region.nodes)
 
 
 def _on_the_way(instance: Instance, path: Sequence[int]) -> Iterator[Instance]:
@@ -329,4 +250,4 @@ def _split_lengths(problem: Problem, placed: Placed) -> set[int]:
     return {shape[layout.dim or 0] // layout.interleave for layout, shape in held if splits_sequence(layout, shape)}
 
 
-__all__ = ["Solved", "UnplacedError", "search"]
+__all__ = ["Solved", "search"]

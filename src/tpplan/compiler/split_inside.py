@@ -111,7 +111,14 @@ def _compiled(
     if any(finding.severity is Severity.ERROR for finding in findings):
         raise _UnfitError(findings)
     alone = Request(
-        module, request.plan, ranks, call, {}, training=own.settings.training, device=own.settings.device, moves=False
+        module,
+        request.plan,
+        ranks,
+        call,
+        {},
+        training=own.settings.training,
+        device=own.settings.device,
+        exchanges=False,
     )
     read = functools.cache(functools.partial(attributes_read, module, own, call, {}))
     problem = Problem(alone, binding, flow, state.results, unpacked.heads, unpacked.features, read)

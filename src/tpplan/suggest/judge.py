@@ -103,7 +103,7 @@ def _compiled(
                 subject.arguments,
                 subject.keywords,
                 training=training,
-                moves=None if exchanges else False,
+                exchanges=exchanges,
                 captures=subject.study.captures,
             )
         )

@@ -118,7 +118,7 @@ class Boundaries:
             targets += [REPLICATED, REPLICATED_PARTIAL]
         elif not source.is_replicated:
             targets.append(REPLICATED)
-        movable = value.differentiable or not source.is_replicated or self.constraints.slice_constants
+        movable = value.differentiable or not source.is_replicated or self.constraints.freedoms.slice_constants
         if movable and sequence is not None and self.constraints.sequence:
             targets += [REPLICATED, sequence]
         tail = self.constraints.tails.get((region.example, boundary.target), 0) if outward else 0
@@ -129,8 +129,8 @@ class Boundaries:
 
     def _head_layouts(self, value: LocalValue) -> list[Layout]:
         """The splits by heads: of a dim that counts them, or of dim 0 where it was flattened with the batch."""
-        heads, batch = sorted(self.constraints.heads), self.propagator.batch
-        lengths = 0 if self.constraints.lengths_as_heads else value.lengths
+        heads, batch = sorted(self.constraints.freedoms.heads), self.propagator.batch
+        lengths = 0 if self.constraints.freedoms.lengths_as_heads else value.lengths
         counted = [(dim, n) for dim, n in enumerate(value.shape) if dim >= lengths]
         found = [packed(dim, (pack,)) for dim, n in counted for (pack,) in heads if pack.size == n]
         if batch > 1 and len(value.shape) == 3:
@@ -176,7 +176,7 @@ class Boundaries:
         """What the change of a value costs; None where there is no such change."""
         if source.tail and source != target and value.shape[1] > source.tail:
             return None  # the rest isn't there
-        if (source, target) == (REPLICATED_PARTIAL, REPLICATED) and not self.constraints.once:
+        if (source, target) == (REPLICATED_PARTIAL, REPLICATED) and not self.constraints.freedoms.once:
             return None
         return reshard_between(source, target)
 

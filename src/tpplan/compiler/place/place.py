@@ -93,14 +93,12 @@ class Placer:
         return solved if isinstance(solved, Failure) else [solution for _, solution in solved]
 
     def _obey(self, propagator: Propagator, constraints: Constraints) -> None:
-        self.constraints = constraints
-        self.propagator = propagator.splitting(constraints.heads, constraints.features)
-        self._slicing = propagator.splitting(constraints.heads, constraints.features, constraints.slices)
-        self._comparing = propagator.splitting(
-            constraints.heads, constraints.features, constraints.slices, extremes=True
-        )
+        self.constraints, free = constraints, constraints.freedoms
+        self.propagator = propagator.splitting(free.heads, free.features)
+        self._slicing = propagator.splitting(free.heads, free.features, free.slices)
+        self._comparing = propagator.splitting(free.heads, free.features, free.slices, extremes=True)
         self._moving = propagator.splitting(
-            constraints.heads, constraints.features, constraints.slices, moves=True, averages=True, extremes=True
+            free.heads, free.features, free.slices, moves=True, averages=True, extremes=True
         )
         self.boundaries = Boundaries(self.propagator, self._topology, constraints)
         self._entries = Entries(self.boundaries, self._numbering)
@@ -416,7 +414,7 @@ class Placer:
         sliced = region.example[0] and region.example not in self.constraints.unsliced
         weights = self._weights_of(region)
         of_weights = region.of_weights or weights.compute(node)
-        moving = of_weights or region.example in self.constraints.moving
+        moving = of_weights or region.example in self.constraints.freedoms.moving
         comparing = self._slicing if self._calls_classes(region) else self._comparing
         recorded = self._moving if moving else comparing
         rules = recorded if sliced else self.propagator

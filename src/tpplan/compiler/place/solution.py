@@ -10,13 +10,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tpplan.compiler.ir.layout import Features, Layout
+from tpplan.compiler.ir.freedoms import Freedoms, Name
+from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.rewrite.recognise import Norm
 from tpplan.compiler.rules.propagate import Outcome, Refusal
 
 Cost = tuple[int, int]
 State = tuple[Layout, ...]
-Name = tuple[str, int]
 # A value or an operation of a region: the region's example, and the number there.
 Place = tuple[Name, int]
 
@@ -195,15 +195,8 @@ class Constraints:
         reduced_biases: biases that must be added after the reduction.
         whole: values that must be replicated there, and their gradient whole, as code in the backward is right for no
             part of it.
-        heads: numbers of heads, as packs; a dim of such a size may be split at any boundary. Empty until that is worth
-            a try.
-        features: ways to split features; a tensor made anew with a dim of so many may be split. Empty until then.
-        lengths_as_heads: whether dims that are as long as the batch or the sequence may be of heads, too.
-        slice_constants: whether values without a gradient may be sliced at boundaries too.
-        slices: whether operations may take parts of whole values that their bodies make.
-        once: whether a value whose gradient is to be partial may cross a boundary to where it is whole.
-        unsliced: regions whose bodies can't: their own code has to run.
-        moving: regions whose operations may have their operands resharded.
+        freedoms: what it may do.
+        unsliced: regions whose bodies can't slice or move anything: their own code has to run.
         sequence: whether layouts split along the sequence are tried.
         tails: results of which so many entries from the end of the sequence are read, and no others.
     """
@@ -213,29 +206,20 @@ class Constraints:
     whole_gradients: frozenset[Place] = frozenset()
     reduced_biases: frozenset[Place] = frozenset()
     whole: frozenset[Place] = frozenset()
-    heads: Features = frozenset()
-    features: Features = frozenset()
-    lengths_as_heads: bool = False
-    slice_constants: bool = False
-    slices: bool = False
-    once: bool = False
+    freedoms: Freedoms = field(default_factory=Freedoms)
     unsliced: frozenset[Name] = frozenset()
-    moving: frozenset[Name] = frozenset()
     sequence: bool = False
     tails: Mapping[Place, int] = field(default_factory=dict[Place, int])
 
     @property
     def everywhere(self) -> tuple[object, ...]:
         """Those that hold in every region."""
-        return (
-            self.heads, self.lengths_as_heads, self.features, self.slice_constants, self.slices, self.once,
-            self.sequence,
-        )  # fmt: skip
+        return (*self.freedoms.everywhere(), self.sequence)
 
     def differing(self, other: Constraints) -> frozenset[Name]:
         """The examples of the regions on which the two differ."""
         pairs = ((getattr(self, kind), getattr(other, kind)) for kind in _PLACES)
-        inside = (self.unsliced ^ other.unsliced) | (self.moving ^ other.moving)
+        inside = (self.unsliced ^ other.unsliced) | (self.freedoms.moving ^ other.freedoms.moving)
         return frozenset(name for ours, theirs in pairs for name, _ in ours ^ theirs) | inside
 
 
