@@ -1,23 +1,27 @@
-"""docs/coverage.md: a row for each architecture, written from what the sweep found.
+"""docs/coverage.json, a row for each architecture, written from what the sweep found; docs/coverage.md, its summary.
 
-python -m tests.zoo.page                       sweep all, write the page; exits with 1 if anything is wrong
+python -m tests.zoo.page                       sweep all, write both; exits with 1 if anything is wrong
 python -m tests.zoo.page llama bert            sweep these alone, and print their rows
-python -m tests.zoo.page --update llama bert   sweep these alone, and put their rows into the page
+python -m tests.zoo.page --update llama bert   sweep these alone, and put their rows into the file
+python -m tests.zoo.page --update              sweep those that have no row, or one without a time
 """
 
 from __future__ import annotations
 
-import re
+import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 
 from tests.zoo.architectures import ARCHITECTURES
 from tests.zoo.subjects import FAMILIES, SUBJECTS
 from tests.zoo.sweep import SIZES, TOLERANCE, Outcome, run
 
-PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, ROWS = DOCS / "coverage.md", DOCS / "coverage.json"
 _INTRODUCTION = f"""\
 # Coverage
 
@@ -27,100 +31,136 @@ and every gradient of the sharded model is held against the unsharded one, in fl
 for the others, where they run in it (at most {TOLERANCE:.0e}, relative
 to the tensor's scale). Grouped-query attention has 2 key and value heads here, fewer than the 4 ranks.
 
-`make zoo` writes this page; nothing in it is written by hand, and nothing in tpplan knows the name of an architecture.
+[coverage.json](coverage.json) has a row for each architecture: the share of the parameters of its repeated blocks, and
+of all parameters, that is sharded; the collectives of one block, forward and backward, at 2 ranks, without and with
+sequence parallelism; the largest error; what is refused or left whole, and why; what a plan had to be allowed (see
+`Freedoms`); and the seconds that all four settings took on one core.
 
-*Sharded* is the share of the parameters of the repeated blocks (of all parameters, in brackets). *A layer* counts the
-collectives of one block, forward and backward, of the kind of block that has most, at 2 ranks (AR: all-reduce, AG:
-all-gather, RS: reduce-scatter).
+`make zoo` writes both; nothing in them is written by hand, and nothing in tpplan knows the name of an architecture.
 """
 _PARTS: dict[str, Sequence[str]] = {"text models": [*ARCHITECTURES], **{f: [*held] for f, held in FAMILIES.items()}}
-_HEAD = ("architecture", "sharded, 2 ranks", "4 ranks", "a layer", "a layer, sequence-parallel", "largest error")
-_REASONS = "## What is refused or left whole, and why"
-_ROW = re.compile(r"^\| [\w-]+ \| (?:[\d.]+%|refused|\*\*wrong)")
-_NAMED = re.compile(r"^\*\*([\w-]+)\*\*$", re.MULTILINE)
-_REASON = re.compile(r"^- (.*)$", re.MULTILINE)
-_SHORT = {"all-reduce": "AR", "all-gather": "AG", "reduce-scatter": "RS", "all-to-all": "A2A"}
+_HEAD = ("models", "equal", "refused", "wrong", "sharded, median", "least")
+_LEAST = 50  # percent of the blocks' parameters: rows with less are named
 
 
 @dataclass(frozen=True)
-class Entry:
-    """What the page says of one architecture: its row, and why something is refused or whole."""
+class Row:
+    """What came of one architecture in all settings.
 
-    row: str
-    reasons: tuple[str, ...]
+    Attributes:
+        sharded: at each size, the percentages of the blocks' parameters and of all; nothing where it was refused.
+        layer, sequence: the collectives of a block at 2 ranks; of the second None if the stream isn't split.
+        error: the largest; None if nothing could be run.
+        reasons: what is refused or left whole, with the settings in which that is so.
+        problems: everything that is wrong.
+        freedoms: what was allowed in some setting.
+        seconds: what all settings took; None if that wasn't measured.
+    """
+
+    sharded: dict[str, tuple[float, float]]
+    layer: dict[str, int]
+    sequence: dict[str, int] | None
+    error: float | None
+    reasons: list[str] = field(default_factory=list[str])
+    problems: list[str] = field(default_factory=list[str])
+    freedoms: list[str] = field(default_factory=list[str])
+    seconds: int | None = None
 
     @staticmethod
-    def of(outcomes: Sequence[Outcome]) -> Entry:
+    def of(outcomes: Sequence[Outcome]) -> Row:
         """What there is to say of these outcomes."""
-        return Entry(row(outcomes), tuple(reasons(outcomes)))
+        plain = {o.size: o for o in outcomes if not o.sequence}
+        stream = next(o for o in outcomes if o.sequence and o.size == SIZES[0])
+        errors = [float(f"{o.error:.0e}") for o in outcomes if o.error is not None]
+        held = {str(n): (o.blocks, o.model) for n, o in plain.items() if o.blocks and o.model}
+        return Row(
+            {n: (round(blocks.percent, 1), round(model.percent, 1)) for n, (blocks, model) in held.items()},
+            dict(sorted(plain[SIZES[0]].collectives.items())),
+            dict(sorted(stream.collectives.items())) if stream.stream else None,
+            max(errors, default=None),
+            _with_settings(outcomes, [o.refused for o in outcomes]),
+            _with_settings(outcomes, [o.problems for o in outcomes]),
+            [*dict.fromkeys(name for o in outcomes for name in o.freedoms)],
+            round(sum(o.seconds for o in outcomes)),
+        )  # fmt: skip
+
+    @property
+    def outcome(self) -> str:
+        """`equal` in all settings, `refused` in some, or `wrong`."""
+        return "wrong" if self.problems else "equal" if len(self.sharded) == len(SIZES) else "refused"
+
+    @property
+    def share(self) -> float:
+        """Of the blocks' parameters, at the fewest ranks."""
+        return self.sharded.get(str(SIZES[0]), (0.0, 0.0))[0]
 
 
-def row(outcomes: Sequence[Outcome]) -> str:
-    """The table's row for the outcomes of one architecture."""
-    plain = {o.size: o for o in outcomes if not o.sequence}
-    first = plain[SIZES[0]]
-    stream = next(o for o in outcomes if o.sequence and o.size == SIZES[0])
-    errors = [o.error for o in outcomes if o.error is not None]
-    cells = [first.name, *(_shares(plain[size]) for size in SIZES)]
-    cells += [_collectives(first), _collectives(stream) if stream.stream else "–"]
-    cells.append(f"{max(errors):.0e}" if errors else "–")
-    return f"| {' | '.join(cells)} |"
-
-
-def _shares(outcome: Outcome) -> str:
-    if outcome.problems:
-        return "**wrong**"
-    if outcome.blocks is None or outcome.model is None:
-        return "refused"
-    return f"{outcome.blocks.percent:.1f}% ({outcome.model.percent:.1f}%)"
-
-
-def _collectives(outcome: Outcome) -> str:
-    counted = sorted(outcome.collectives.items())
-    return ", ".join(f"{count} {_SHORT.get(what, what)}" for what, count in counted) or "–"
-
-
-def reasons(outcomes: Iterable[Outcome]) -> list[str]:
-    """What is refused or left whole, with the settings in which that is so, and everything that is wrong."""
+def _with_settings(outcomes: Sequence[Outcome], told: Sequence[Iterable[str]]) -> list[str]:
+    """Each text once, with the settings in which it is so if these aren't all."""
     settings: dict[str, list[str]] = {}
-    count = 0
-    for outcome in outcomes:
-        count += 1
-        for reason in (*outcome.refused, *(f"**wrong**: {problem}" for problem in outcome.problems)):
+    for outcome, texts in zip(outcomes, told, strict=True):
+        for text in texts:
             where = f"{outcome.size} ranks{', sequence-parallel' if outcome.sequence else ''}"
-            settings.setdefault(reason, []).append(where)
-    return [reason if len(where) == count else f"{reason} ({'; '.join(where)})" for reason, where in settings.items()]
+            settings.setdefault(text, []).append(where)
+    return [text if len(where) == len(outcomes) else f"{text} ({'; '.join(where)})" for text, where in settings.items()]
 
 
-def page(found: Mapping[str, Entry]) -> str:
-    """The whole page."""
-    lines = [_INTRODUCTION]
+def read_rows(path: Path = ROWS) -> dict[str, Row]:
+    """The rows of a file."""
+    return {name: Row(**held) for name, held in json.loads(path.read_text(encoding="utf-8")).items()}
+
+
+def written(rows: Mapping[str, Row]) -> str:
+    """The file of these rows, a line for each, in the order of the families."""
+    names = [name for held in _PARTS.values() for name in held if name in rows]
+    return "{\n" + ",\n".join(f"{json.dumps(n)}: {json.dumps(asdict(rows[n]))}" for n in names) + "\n}\n"
+
+
+def page(rows: Mapping[str, Row]) -> str:
+    """The summary of these rows."""
+    lines = [
+        _INTRODUCTION,
+        "| | models | equal | refused | wrong | sharded, median | least |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for family, names in _PARTS.items():
-        rows = [found[name].row for name in names if name in found]
-        lines += [f"## {family[0].upper()}{family[1:]}", "", _counted(rows), ""]
-        lines += [f"| {' | '.join(_HEAD)} |", f"|{'---|' * len(_HEAD)}", *rows, ""]
-    lines += [_REASONS, "", "Of the blocks' parameters, what makes up a hundredth of the model or more.", ""]
-    for name in (name for names in _PARTS.values() for name in names if name in found):
-        if found[name].reasons:
-            lines += [f"**{name}**", "", *(f"- {reason}" for reason in found[name].reasons), ""]
+        lines.append(_counted(family, {name: rows[name] for name in names if name in rows}))
+    lines += ["", "*Sharded* is the share of the blocks' parameters at 2 ranks.", "", "## Which", ""]
+    for family, names in _PARTS.items():
+        lines += [f"**{family[0].upper()}{family[1:]}**: {', '.join(name for name in names if name in rows)}.", ""]
+    few = sorted((held.share, name) for name, held in rows.items() if held.share < _LEAST)
+    lines += [f"## Less than {_LEAST}% of the blocks, or refused", ""]
+    lines += [f"- {name}, {share}%: {_first(rows[name])}" for share, name in few]
+    lines += ["", "## What had to be allowed", "", *_allowed(rows), ""]
+    slow = sorted(((held.seconds, name) for name, held in rows.items() if held.seconds), reverse=True)
+    if slow:
+        lines += ["## The slowest", "", "Four settings each, on one core.", ""]
+        lines += [f"- {name}: {seconds} s" for seconds, name in slow[:5]]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def read(text: str) -> dict[str, Entry]:
-    """What a page says of each architecture."""
-    tables, _, causes = text.partition(_REASONS)
-    rows = {line.split(" | ")[0].removeprefix("| "): line for line in tables.splitlines() if _ROW.match(line)}
-    held = _NAMED.split(causes)
-    reasons = {name: tuple(_REASON.findall(body)) for name, body in zip(held[1::2], held[2::2], strict=True)}
-    return {name: Entry(line, reasons.get(name, ())) for name, line in rows.items()}
+def _counted(family: str, rows: Mapping[str, Row]) -> str:
+    counts = Counter(held.outcome for held in rows.values())
+    shares = {name: held.share for name, held in rows.items() if held.share}
+    least = min(shares, key=lambda name: shares[name], default="–")
+    cells = [family, len(rows), *(counts[what] for what in ("equal", "refused", "wrong"))]
+    cells += [f"{median(shares.values()):.1f}%", f"{shares[least]}% ({least})"] if shares else ["–", "–"]
+    return f"| {' | '.join(map(str, cells))} |"
 
 
-def _counted(rows: Sequence[str]) -> str:
-    """How many models are equal in all settings, refused in some, or wrong."""
-    wrong = sum("**wrong**" in line for line in rows)
-    refused = sum("refused" in line and "**wrong**" not in line for line in rows)
-    counts = {"equal": len(rows) - wrong - refused, "refused": refused, "wrong": wrong}
-    return f"{len(rows)} models: {', '.join(f'{count} {what}' for what, count in counts.items() if count)}."
+def _first(row: Row) -> str:
+    return next(iter((*row.problems, *row.reasons)), "no reason is known")
+
+
+def _allowed(rows: Mapping[str, Row]) -> Iterable[str]:
+    """For each freedom, which models needed it."""
+    names: dict[str, list[str]] = {}
+    for name, held in rows.items():
+        for freedom in held.freedoms:
+            names.setdefault(freedom, []).append(name)
+    swept = [held for held in rows.values() if held.seconds is not None]
+    yield f"- nothing: {sum(not held.freedoms for held in swept)} of the {len(swept)} models for which that was noted"
+    yield from (f"- `{freedom}`: {', '.join(held)}" for freedom, held in names.items())
 
 
 def sweep(name: str) -> list[Outcome]:
@@ -139,23 +179,28 @@ def sweep(name: str) -> list[Outcome]:
 
 
 def main(arguments: list[str]) -> int:
-    """Sweep, and write the page or print rows."""
+    """Sweep, and write the rows and their summary, or print rows."""
     update = arguments[:1] == ["--update"]
     names = arguments[1:] if update else arguments
-    missing = sorted(
-        {held.package for name, held in SUBJECTS.items() if not held.installed and name in (names or SUBJECTS)}
-    )
+    every = (*ARCHITECTURES, *SUBJECTS)
+    known = read_rows() if update else {}
+    if update and not names:
+        names = [name for name in every if name not in known or known[name].seconds is None]
+    swept = names or every
+    missing = sorted({SUBJECTS[n].package for n in swept if n in SUBJECTS and not SUBJECTS[n].installed})
     if missing:
         print(f"not installed: {', '.join(missing)}; `pip install 'tpplan[zoo]'`", file=sys.stderr)
         return 2
-    found = {name: sweep(name) for name in names or (*ARCHITECTURES, *SUBJECTS)}
-    entries = {name: Entry.of(outcomes) for name, outcomes in found.items()}
-    if names and not update:
-        print("\n".join(line for entry in entries.values() for line in (entry.row, *entry.reasons)))
-    else:
-        known = read(PAGE.read_text(encoding="utf-8")) if update else {}
-        PAGE.write_text(page(known | entries), encoding="utf-8")
-    return 0 if all(o.ok for outcomes in found.values() for o in outcomes) else 1
+    found: dict[str, Row] = {}
+    for name in swept:
+        found[name] = Row.of(sweep(name))
+        if update or not names:  # as it comes: a sweep takes hours
+            known = known | {name: found[name]}
+            ROWS.write_text(written(known), encoding="utf-8")
+            PAGE.write_text(page(known), encoding="utf-8")
+        else:
+            print(json.dumps({name: asdict(found[name])}))
+    return 1 if any(held.problems for held in found.values()) else 0
 
 
 if __name__ == "__main__":

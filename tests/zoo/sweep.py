@@ -40,6 +40,7 @@ class Outcome:
         stream: whether the stream is split along the sequence.
         error: the largest relative error of an output or a gradient; None if nothing could be run.
         problems: everything that is wrong.
+        freedoms: what the plan had to be allowed.
         seconds: how long it took.
     """
 
@@ -53,6 +54,7 @@ class Outcome:
     stream: bool = False
     error: float | None = None
     problems: tuple[str, ...] = ()
+    freedoms: tuple[str, ...] = ()
     seconds: float = 0.0
 
     @property
@@ -88,7 +90,8 @@ def run(name: str, size: int, sequence: bool) -> Outcome:
         found = search(model, size, arguments, inputs, sequence)
     except CompileError as error:
         first = error.diagnostics[0]
-        return Outcome(name, size, sequence, refused=("; ".join((f"{first.code}: {first.message}", *first.notes[:1])),))
+        reason = "; ".join((f"{first.code}: {first.message}", *first.notes[:1]))
+        return Outcome(name, size, sequence, refused=(reason,), seconds=time.perf_counter() - began)
     program = found.program
     text = write_plan(found, name)
     problems: list[str] = []
@@ -109,7 +112,7 @@ def run(name: str, size: int, sequence: bool) -> Outcome:
     return Outcome(
         name, size, sequence, block_share(program), model_share(program), _of_a_layer(program), tuple(refused),
         any(held.style.value == "sequence" for held in found.settings.values()), parity.max_error, tuple(problems),
-        time.perf_counter() - began,
+        program.freedoms, time.perf_counter() - began,
     )  # fmt: skip
 
 

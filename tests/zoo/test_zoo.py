@@ -8,9 +8,9 @@ import pytest
 
 from tests.marking import in_thirds
 from tests.zoo.architectures import ARCHITECTURES
-from tests.zoo.page import PAGE, page, read, row
+from tests.zoo.page import PAGE, ROWS, Row, page, read_rows, written
 from tests.zoo.subjects import SUBJECTS
-from tests.zoo.sweep import SIZES, Outcome, run
+from tests.zoo.sweep import Outcome, run
 
 QUICK = ("llama", "gpt2", "falcon_alibi")
 # Of each kind some, and what has no plan among the shipped ones, which tests/plans tries.
@@ -25,22 +25,16 @@ SLOW_SUBJECTS = (
     "idefics3", "dit", "unet_2d_condition", "timm_swin", "torch_transformer", "torchvision_swin", "open_clip",
     "torchtune_llama3_lora", "plain_modulated", "plain_one_hot_experts",
 )  # fmt: skip
-_SHARE = re.compile(
-    r"^\| (?P<name>[\w-]+) \| (?:(?P<on_2>[\d.]+)%[^|]*|refused) \| (?:(?P<on_4>[\d.]+)%|refused)", re.MULTILINE
-)
-
-
-def documented() -> dict[tuple[str, int], float]:
-    text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    found = list(_SHARE.finditer(text))
-    return {(held["name"], size): float(held[f"on_{size}"]) for held in found for size in SIZES if held[f"on_{size}"]}
 
 
 def check(outcome: Outcome) -> None:
     assert outcome.ok, str(outcome)
-    promised = documented().get((outcome.name, outcome.size))
-    if promised is not None:
-        assert outcome.blocks is not None and outcome.blocks.percent >= promised - 0.05, str(outcome)
+    promised = read_rows()[outcome.name]
+    held = promised.sharded.get(str(outcome.size))
+    if held is not None:
+        assert outcome.blocks is not None and outcome.blocks.percent >= held[0] - 0.05, str(outcome)
+    if promised.seconds is not None:
+        assert {*outcome.freedoms} <= {*promised.freedoms}, str(outcome)
 
 
 @pytest.mark.parametrize("name", in_thirds(QUICK, SLOW, ARCHITECTURES))
@@ -70,16 +64,16 @@ def test_where_nothing_can_be_sharded_the_first_cause_is_told() -> None:
     assert re.search(r"layers\.\d\.grn` needs its result whole: .*convnextv2\.py:\d+", reason)
 
 
-def test_the_page_has_a_row_for_whatever_is_tried_by_default() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert [name for name in (*ARCHITECTURES, *QUICK_SUBJECTS) if f"\n| {name} |" not in text] == []
+def test_there_is_a_row_for_every_model() -> None:
+    assert [*read_rows()] == [*ARCHITECTURES, *SUBJECTS]
+
+
+def test_the_page_and_the_file_are_of_the_same_rows() -> None:
+    rows = read_rows()
+    assert PAGE.read_text(encoding="utf-8") == page(rows)
+    assert ROWS.read_text(encoding="utf-8") == written(rows)
 
 
 def test_a_refusal_is_a_row_too() -> None:
     refused = [Outcome("x", size, sequence, refused=("no",)) for size in (2, 4) for sequence in (False, True)]
-    assert row(refused) == "| x | refused | refused | – | – | – |"
-
-
-def test_a_page_that_is_read_and_written_is_the_same() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert page(read(text)) == text
+    assert Row.of(refused) == Row({}, {}, None, None, ["no"], seconds=0)

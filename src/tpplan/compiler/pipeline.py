@@ -248,6 +248,7 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     if request.size > 1:
         untried = try_rules(trace, solved.placed.assignment.layouts, _device_of(request), request.size)
         program = replace(program, assumed=tuple(untried))
+    program = replace(program, freedoms=solved.placed.learned.constraints.freedoms.taken())
     dump.program(program)
     compiled = Compiled(
         program, solved.streams, trace.branches.assumptions, traced=digest_of(trace, program),

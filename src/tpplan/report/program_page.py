@@ -30,6 +30,19 @@ _TAIL = " T(n): each rank has the last n entries of the sequence."
 _WHOLE_SEQUENCES = """\
 Calls with a sequence that {size} ranks can't share evenly run by a second program, compiled at the first such call \
 from the same plan with all sequences whole."""
+_FREEDOMS = {
+    "slice_constants": "values without a gradient are sliced at boundaries, too",
+    "features": "new tensors with as many entries as there are features are split",
+    "heads": "dims with as many entries as there are heads are split at boundaries",
+    "slices": "operations take parts of whole values",
+    "lengths_as_heads": "dims that are as long as the example are taken for heads, where there are as many",
+    "once": "values whose gradient is a sum over the ranks become whole at boundaries",
+    "unread": "layers are placed whose results nobody reads",
+    "reducing": "bodies reduce split classes by collectives",
+    "moves": "operands are resharded inside of bodies",
+    "moving": "operands are resharded inside of bodies",
+    "bases": "what stands beside the layer that a module wraps is whole",
+}
 _INTERLEAVED = " S(d, interleave=b): split along the sequence, which is flattened into dim d with a batch of b."
 
 
@@ -91,6 +104,9 @@ def _notes(program: Program) -> Iterator[RenderableType]:
     if program.sequence_lengths:
         yield Text(_WHOLE_SEQUENCES.format(size=program.size))
     yield from _summed(program)
+    if program.freedoms:
+        allowed = dict.fromkeys(_FREEDOMS[name] for name in program.freedoms)
+        yield listed("Allowed, as the plan would gather more, or not compile, without:", allowed)
     yield from _assumptions(program)
 
 

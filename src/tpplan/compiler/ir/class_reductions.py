@@ -8,7 +8,7 @@ out: a `ClassCall`, as of the losses in `class_functions`
     logp.gather(-1, labels)        ->   ClassCall(GATHER, logp, 1, target=labels)
 
 All bodies call these, such as norms and attention. So they are read as functions over classes only in bodies that can't
-do without (`Request.reducing`): of a plan with `output: shard`, those that fail otherwise.
+do without (`Freedoms.reducing`): of a plan with `output: shard`, those that fail otherwise.
 """
 
 from __future__ import annotations

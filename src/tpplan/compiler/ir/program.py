@@ -515,6 +515,7 @@ class Program:
         boundaries: by module, what isn't whole outside of it, for modules that are called by themselves; nor is this.
         varied: modules of which these differ between calls; nor is this.
         device: where the model runs, as its bodies were told; nor is this.
+        freedoms: what had to be allowed for the plan to compile, by the names of `ir/freedoms`; nor is this.
         one_shot: the largest all-reduces that ranks do in one step, in bytes, as the plan says.
     """
 
@@ -540,6 +541,7 @@ class Program:
     )
     varied: frozenset[str] = field(default=frozenset(), compare=False)
     device: str = field(default="cpu", compare=False)
+    freedoms: tuple[str, ...] = field(default=(), compare=False)
     one_shot: int = 0
     version: int = PROGRAM_VERSION
 
@@ -640,9 +642,10 @@ class Program:
 
     # -- data -----------------------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain data; `from_dict` reads it back (diagnostics, boundaries and device apart)."""
+        """Nested plain data; `from_dict` reads it back (what is no part of the digest apart)."""
         plain = asdict(replace(self, diagnostics=(), boundaries={}, varied=frozenset()))
-        del plain["diagnostics"], plain["boundaries"], plain["varied"], plain["device"]
+        for name in ("diagnostics", "boundaries", "varied", "device", "freedoms"):
+            del plain[name]
         for name in ("assumed", "picked", "left", "buffers", "takes_gradients", "drawn", "one_shot"):
             if not plain[name]:
                 del plain[name]
