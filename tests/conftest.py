@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -29,6 +30,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device, and torch sees none")
+
+
+def pytest_configure() -> None:
+    gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What was imported stays: hundreds of thousands of objects, which no garbage collection needs to look at again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -84,8 +97,8 @@ def _fixed_seeds() -> None:
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+    if "torch" in sys.modules:  # by the generator: `torch.manual_seed` formats its stack for each kind of device
+        sys.modules["torch"].default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
