@@ -97,6 +97,7 @@ def on_processes(member: Member, name: str, rules: dict[str, Any], gradients: bo
 
 
 @pytest.mark.processes
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize(("name", "rules"), CASES)
 def test_the_same_on_real_processes(name: str, rules: dict[str, Any], gradients: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 
 MODULES = (
@@ -18,3 +19,5 @@ MODULES = (
 
 for name in MODULES:
     importlib.import_module(name)
+gc.collect()
+gc.freeze()  # no process that is forked from here looks at it again, or copies its pages to do so

@@ -60,6 +60,7 @@ from tpplan.compiler.search import search
 from tpplan.compiler.split_inside import split_inside
 from tpplan.compiler.trace.capture import BodyError, Capture, without_collection
 from tpplan.compiler.trace.preconditions import unfit_findings, unseen_findings
+from tpplan.compiler.trace.surroundings import same_files
 from tpplan.compiler.trace.unread import are_read_for_nobody, with_unread
 from tpplan.ops.declared import check_rule, scoped_rules
 from tpplan.plan import CompileError, Diagnostic, Severity, Style
@@ -122,6 +123,7 @@ class Compiled:
 
 
 @ambience()
+@same_files()
 def compile_call(request: Request) -> Compiled:
     """Compile a plan for a model.
 

@@ -35,6 +35,7 @@ from tpplan.compiler.rules.propagate import Propagator as Rules
 from tpplan.compiler.trace.branches import Captures
 from tpplan.compiler.trace.device import device_of
 from tpplan.compiler.trace.preconditions import unfit_findings
+from tpplan.compiler.trace.surroundings import same_files
 from tpplan.compiler.trace.unread import with_unread
 from tpplan.ops.registry import is_entrywise
 from tpplan.plan import CompileError, Diagnostic, Plan, Rule, Severity, Style
@@ -247,5 +248,5 @@ __all__ = [
     "Addend", "BareTable",
     "ColumnSplits", "ComputedWeight", "LinearForm", "Outcome", "Product", "Refusal", "Rules", "Study", "Taken",
     "channel_norm_weight", "convolution_weight", "is_grouped_convolution", "is_norm",
-    "keeps_channels", "layer_of", "linear_form", "stored_names",
+    "keeps_channels", "layer_of", "linear_form", "same_files", "stored_names",
 ]  # fmt: skip

@@ -6,10 +6,12 @@ from tpplan.ambience import ambience
 from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.capture import without_collection
+from tpplan.compiler.trace.surroundings import same_files
 from tpplan.rehearsal.rehearse import rehearse
 
 
 @ambience()
+@same_files()
 def prove(request: Request) -> Compiled:
     """A program that passed the check and a rehearsal.
 

@@ -32,7 +32,7 @@ from tpplan.compat.modules import computed_weights, named_modules, parametrized_
 from tpplan.compiler.ir.class_functions import LOSSES
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.trace import Operation
-from tpplan.compiler.queries import Rules, linear_form
+from tpplan.compiler.queries import Rules, linear_form, same_files
 from tpplan.cost.traffic import memory
 from tpplan.plan import CompileError, Diagnostic, Pin, Style
 from tpplan.suggest.judge import Verdict, judge, runs
@@ -137,6 +137,7 @@ class _Search:
 
 
 @ambience()
+@same_files()
 def search(
     model: nn.Module, size: int, arguments: Sequence[Any], keywords: Mapping[str, Any], sequence_parallel: bool
 ) -> Suggestion:

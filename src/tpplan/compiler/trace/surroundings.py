@@ -21,8 +21,8 @@ import sysconfig
 import threading
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from operator import is_
 from types import CodeType, FunctionType, ModuleType
@@ -78,9 +78,8 @@ class Surroundings:
         """Look, and remember."""
         self._model = model
         kinds = {type(module) for _, module in named_modules(model)}
-        own = _own_kinds(kinds)
-        self.spaces = [*_spaces(own, model)]
-        self.caches = {id(cache): cache for cache in (*_caches_of(self.spaces), *_caches_in(model))}
+        self.spaces, caches = _looked_through(_own_kinds(kinds), model)
+        self.caches = {id(cache): cache for cache in (*caches, *_caches_in(model))}
         self._entries = {key: cache.cache_info() for key, cache in self.caches.items()}
         self._files = frozenset(module.__name__ for module in self.files)
         self._kinds: dict[type, bool] = {}
@@ -237,6 +236,42 @@ def _written_by(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     return names, frozenset(code.co_names if enters else ())
 
 
+_Files = tuple[list[tuple[str, Space]], list[Cache]]
+
+
+class _Known(threading.local):
+    """In each thread the files that were looked through in a block of `same_files`."""
+
+    files: dict[object, _Files] | None = None
+
+
+_known = _Known()
+
+
+@contextmanager
+def same_files() -> Generator[None]:
+    """A block in which the user's code runs in captures alone, which put back what it does: files stay as they are."""
+    before = _known.files
+    _known.files = {} if before is None else before
+    try:
+        yield
+    finally:
+        _known.files = before
+
+
+def _looked_through(kinds: set[type], model: nn.Module) -> _Files:
+    """The spaces of classes and hooks, and the caches that have a name there; in a block of `same_files` once."""
+    hooks = [*global_hooks(), *(hook for _, module in named_modules(model) for hook in hooks_of(module))]
+    held = [h for _, module in named_modules(model) for h in vars(module).values() if type(h) is FunctionType]
+    called = [*map(_plain_function, (*held, *hooks))]
+    key = (frozenset(kinds), frozenset(getattr(f, "__code__", type(f)) for f in called), len(sys.modules))
+    known = {} if _known.files is None else _known.files
+    if key not in known:
+        spaces = [*_spaces(kinds, called)]
+        known[key] = spaces, [*_caches_of(spaces)]
+    return known[key]
+
+
 def _own_kinds(kinds: Iterable[type]) -> set[type]:
     """The classes, and those that they derive from, that aren't torch's."""
     return {base for kind in kinds for base in kind.__mro__ if base.__module__.partition(".")[0] not in _OURS}
@@ -250,18 +285,16 @@ def _dicts(held: Mapping[str, Any]) -> Iterator[tuple[str, dict[Any, Any]]]:
                 yield leaf, inner  # pyright: ignore[reportUnknownVariableType]
 
 
-def _spaces(kinds: set[type], model: nn.Module) -> Iterator[tuple[str, Space]]:
+def _spaces(kinds: set[type], called: Sequence[Any]) -> Iterator[tuple[str, Space]]:
     """The classes, the files that they are written in, and further files of the user's that these take from."""
     for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__)):
         yield f"{kind.__module__}.{kind.__qualname__}", Space(kind)
     waiting = [kind.__module__ for kind in kinds]
     packages = {name.partition(".")[0] for name in waiting}
-    hooks = [*global_hooks(), *(hook for _, module in named_modules(model) for hook in hooks_of(module))]
-    held = [h for _, module in named_modules(model) for h in vars(module).values() if type(h) is FunctionType]
-    waiting += [_home(function) for function in (*held, *hooks)]
+    waiting += map(_home, called)
     seen: dict[str, ModuleType] = {}
     inner: set[str] = set()
-    while waiting or (waiting := [*_asked_for(inner, [*kinds, *held, *hooks], seen)]):
+    while waiting or (waiting := [*_asked_for(inner, [*kinds, *called], seen)]):
         name = waiting.pop()
         inner.discard(name)
         module = sys.modules.get(name)
@@ -301,8 +334,7 @@ def _asked_for(inner: Collection[str], called: Iterable[Any], files: Mapping[str
 
 def _named_by(held: Any) -> frozenset[str]:
     """The names by which a function, or those of a class, may ask for the files of a package."""
-    while isinstance(held, functools.partial):
-        held = held.func  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    held = _plain_function(held)
     items = [*vars(held).values()] if isinstance(held, type) else [held]
     named = [names_in(function.__code__) for item in items for function in functions_in(item)]
     return frozenset[str]().union(
@@ -310,11 +342,15 @@ def _named_by(held: Any) -> frozenset[str]:
     )
 
 
+def _plain_function(held: Any) -> Any:
+    """What a partial function, or a method, calls."""
+    while isinstance(held, functools.partial):
+        held = held.func  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return getattr(held, "__func__", held)
+
+
 def _home(function: Any) -> str:
     """The module of Python in which a function, or the class of an object that is called, is written."""
-    while isinstance(function, functools.partial):
-        function = function.func  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    function = getattr(function, "__func__", function)
     return (function if isinstance(function, FunctionType) else type(function)).__module__
 
 
