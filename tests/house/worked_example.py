@@ -1,12 +1,14 @@
 """Pages that change tpplan: their `diff` blocks are applied to a copy of the package, and their Python runs by it.
 
-Python before the first `diff` runs by tpplan as it is, Python after it by the changed copy; a block that prints nothing
-(there's no `text` block below it) runs before both. A `diff` block begins with `+++ FILE`; `@@` parts its places, each
-of which must be in the file once.
+Python before the first `diff` runs by tpplan as it is, Python after it by the changed copy, in a process of its own; a
+block before it that prints nothing (there's no `text` block below it) runs by both. A `diff` block begins with
+`+++ FILE`; `@@` parts its places, each of which must be in the file once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import shutil
@@ -23,17 +25,18 @@ def run_page(page: str, folder: Path) -> tuple[list[str], list[str]]:
     """What a page's Python prints, before its changes and after them, and what the page shows; as two lists."""
     blocks = _BLOCKS.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
     first = next(i for i, (language, _, _) in enumerate(blocks) if language == "diff")
+    before, after = blocks[:first], blocks[first:]
+    definitions = "".join(text for language, text, shown in before if language == "python" and not shown)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec("".join(text for language, text, _ in before if language == "python"), {})
     shutil.copytree(ROOT / "src" / "tpplan", folder / "tpplan")
-    printed: list[str] = []
-    for side in (range(first), range(first, len(blocks))):
-        if first in side:
-            for language, text, _ in blocks:
-                if language == "diff":
-                    _change(text, folder)
-        chosen = [text for i, (kind, text, shown) in enumerate(blocks) if kind == "python" and (i in side or not shown)]
-        printed.append(_run("\n".join(chosen), folder))
-    shown = ["".join(text for _, _, text in blocks[:first]), "".join(text for _, _, text in blocks[first:])]
-    return printed, shown
+    for language, text, _ in after:
+        if language == "diff":
+            _change(text, folder)
+    changed = definitions + "".join(text for language, text, _ in after if language == "python")
+    shown = ["".join(text for _, _, text in part) for part in (before, after)]
+    return [printed.getvalue(), _run(changed, folder)], shown
 
 
 def _change(diff: str, folder: Path) -> None:
