@@ -263,8 +263,9 @@ def _looked_through(kinds: set[type], model: nn.Module) -> _Files:
     """The spaces of classes and hooks, and the caches that have a name there; in a block of `same_files` once."""
     hooks = [*global_hooks(), *(hook for _, module in named_modules(model) for hook in hooks_of(module))]
     held = [h for _, module in named_modules(model) for h in vars(module).values() if type(h) is FunctionType]
-    called = [*map(_plain_function, (*held, *hooks))]
-    key = (frozenset(kinds), frozenset(getattr(f, "__code__", type(f)) for f in called), len(sys.modules))
+    called: list[Any] = [*map(_plain_function, (*held, *hooks))]
+    code: set[object] = {f.__code__ if isinstance(f, FunctionType) else type(f) for f in called}
+    key = (frozenset(kinds), frozenset(code), len(sys.modules))
     known = {} if _known.files is None else _known.files
     if key not in known:
         spaces = [*_spaces(kinds, called)]
