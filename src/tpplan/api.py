@@ -22,7 +22,7 @@ from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.initialize import init_weights
 from tpplan.inputs import with_labels
 from tpplan.parity import ParityReport, verify
-from tpplan.plan import CompileError, Diagnostic, Plan, PlanSource, load_plan
+from tpplan.plan import CompileError, Plan, PlanSource, load_plan
 from tpplan.plan.vocabulary import DEFAULT_AXIS
 from tpplan.process import make_process_changes
 from tpplan.rehearsal.dry_run import dry_run
@@ -242,4 +242,4 @@ def axis_mesh(mesh: DeviceMesh | None, axis: str) -> DeviceMesh:
 
 
 def _mesh_error(message: str, way_out: str) -> CompileError:
-    return CompileError([Diagnostic(code="TP115", message=message, help=way_out)])
+    return CompileError.of("TP115", message, help=way_out)

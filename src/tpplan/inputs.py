@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tpplan.compiler.bind.inner_models import wrapped_models
-from tpplan.plan import CompileError, Diagnostic
+from tpplan.plan import CompileError
 
 BATCH = 3  # odd, and seldom equal to another size
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -61,16 +61,12 @@ def _made_up(model: nn.Module, size: int, batch: int, sequence: int | None) -> d
     known = config is not None and hasattr(config, "to_dict")
     made: dict[str, Any] = _senses(model, config, accepted, batch) if known else {}
     if not made and (not known or "input_ids" not in accepted):
-        raise CompileError(
-            [
-                Diagnostic(
-                    code="TP111",
-                    message=f"tpplan can't make inputs for `{type(model).__name__}`, which isn't a transformers "
-                    "model that takes `input_ids`",
-                    help="pass `inputs=`: a dict or tuple of tensors for one forward; tensors on `meta` will do",
-                    subject=type(model).__name__,
-                )
-            ]
+        raise CompileError.of(
+            "TP111",
+            f"tpplan can't make inputs for `{type(model).__name__}`, which isn't a transformers model that takes "
+            "`input_ids`",
+            help="pass `inputs=`: a dict or tuple of tensors for one forward; tensors on `meta` will do",
+            subject=type(model).__name__,
         )
     length = sequence or _sequence_length(config, size)
     shape = (batch, length)

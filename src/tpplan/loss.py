@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from tpplan.plan import Diagnostic, PlanError
+from tpplan.plan import PlanError
 from tpplan.runtime.classes import class_losses as over_classes
 from tpplan.runtime.classes.class_losses import ClassPart, Loss
 from tpplan.runtime.modules.module_runtime import RUNTIME, ModuleRuntime
@@ -294,7 +294,7 @@ def _check_weight(weight: Tensor | None, part: ClassPart) -> None:
 
 
 def _refusal(message: str, way_out: str) -> LossError:
-    return LossError([Diagnostic(code="TP165", message=message, help=way_out)])
+    return LossError.of("TP165", message, help=way_out)
 
 
 __all__ = ["LossError", "cross_entropy", "linear_cross_entropy", "part_of"]

@@ -148,15 +148,11 @@ def _refuse_caches(model: nn.Module, name: str, call: Call) -> None:
     if cache is None:
         return
     message = f"`{type(model).__name__}` passes a `{type(cache).__name__}` with tensors of its own to `{name}`"
-    raise CompileError(
-        [
-            Diagnostic(
-                code="TP160",
-                message=f"{message}: each rank would need the part of its heads, and no proof can see into it",
-                help="use adapters inside of the layers (LoRA), or a learnt prompt (prompt tuning), not a prefix",
-                subject=name,
-            )
-        ]
+    raise CompileError.of(
+        "TP160",
+        f"{message}: each rank would need the part of its heads, and no proof can see into it",
+        help="use adapters inside of the layers (LoRA), or a learnt prompt (prompt tuning), not a prefix",
+        subject=name,
     )
 
 

@@ -1,9 +1,10 @@
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.plan.toy import llama_modules
-from tpplan.plan import CATALOGUE, CatalogueEntry, Severity, check_plan, load_plan
+from tpplan.plan import CATALOGUE, CatalogueEntry, Severity, catalogue, check_plan, load_plan
 
 ENTRIES = list(CATALOGUE.values())
 PLANS = [entry for entry in ENTRIES if entry.bad.startswith(("version:", "modules:"))]
@@ -69,3 +70,9 @@ def test_only_what_still_yields_a_right_program_is_less_than_an_error() -> None:
         "TP213",
         "TP214",
     }
+
+
+def test_no_code_is_in_two_files() -> None:
+    files = Path(catalogue.__file__).parent.glob("*.toml")
+    headings = [line for file in files for line in file.read_text(encoding="utf-8").splitlines() if line[:3] == "[TP"]
+    assert sorted(headings) == [f"[{code}]" for code in CATALOGUE]

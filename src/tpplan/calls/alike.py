@@ -72,10 +72,12 @@ def refuse_different(every: Sequence[Facts]) -> None:
     for rank, other in enumerate(every):
         if other != every[0]:
             name, how = _first_difference(dict(every[0]), dict(other))
-            raise DifferentInputsError(
-                f"TP192 different-inputs: ranks 0 and {rank} of the axis, which share one model, were called with "
-                f"different arguments: `{name}` {how}\n  help: give all ranks of the axis the same batches (the same "
-                "order, seeds and random masks); only ranks on other axes of the mesh get batches of their own"
+            raise DifferentInputsError.of(
+                "TP192",
+                f"ranks 0 and {rank} of the axis, which share one model, were called with different arguments: "
+                f"`{name}` {how}",
+                help="give all ranks of the axis the same batches (the same order, seeds and random masks); only ranks "
+                "on other axes of the mesh get batches of their own",
             )
 
 

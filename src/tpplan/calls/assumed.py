@@ -17,7 +17,6 @@ from tpplan.ambience import ambience
 from tpplan.compiler.check.tried_rules import Trial
 from tpplan.ops.declared import OperatorRuleError
 from tpplan.ops.trial import DRAWS
-from tpplan.plan import Diagnostic
 
 
 class Assumed:
@@ -60,7 +59,7 @@ class Assumed:
         other = next(((rank, told) for rank, (told, _) in enumerate(found) if told), None)
         if other is not None:
             message = f"rank {other[0]} of the axis found that a rule isn't true\n{other[1]}"
-            raise OperatorRuleError([Diagnostic(code="TP151", message=message)])
+            raise OperatorRuleError.of("TP151", message)
         for trial, *kept in zip([*self._open], *(own for _, own in found), strict=True):
             self._open[trial].add(device.type)
             if not any(kept):

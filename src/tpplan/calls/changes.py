@@ -33,10 +33,9 @@ _Place = tuple[nn.Module, str]
 _FORWARD, _CLASS = "forward", "__class__"
 _CALLED = (_FORWARD, "__call__")
 _functions = attrgetter(*_CALLED)
-_LATE = "after `parallelize`, so that what was proved isn't what would run\n  help: change the stock model before "
-_HELP = (
-    f"{_LATE}`parallelize`: apply adapters first, and parallelize the adapted model; `merge_adapter()` of peft merges "
-    "in place"
+_EARLIER = (
+    "change the stock model before `parallelize`: apply adapters first, and parallelize the adapted model; "
+    "`merge_adapter()` of peft merges in place"
 )
 
 
@@ -170,7 +169,7 @@ class Changes:
         for kind, before in zip(self._kinds, self._functions, strict=True):
             for name, held, now in zip(_CALLED, before, _functions(kind), strict=True):
                 if now is not held:
-                    raise UnprovedCallError(f"TP130 changed-model: `{kind.__name__}.{name}` was replaced {_HELP}")
+                    raise _changed_late(f"`{kind.__name__}.{name}` was replaced")
 
     # -- one place ------------------------------------------------------------------------------------------------
     def _look_at(self, places: set[_Place]) -> bool:
@@ -184,7 +183,7 @@ class Changes:
             self._remember_tables()
         if self._broken:
             message, (module, _) = min(((text, at) for at, text in self._broken.items()), key=lambda held: held[0])
-            raise UnprovedCallError(f"TP130 changed-model: {message} {_way_out(module)}")
+            raise _changed_late(message, _way_out(module))
         return any(changed)
 
     def _look_at_held(self, written: Iterable[_Place]) -> None:
@@ -297,10 +296,13 @@ class Changes:
         own: dict[type, _Place] = {type(held): at for at, held in self._writes.local.items() if type(held) not in PLAIN}
         place = next((own[type(held)] for held in self._held.holders() if type(held) in own), None) if own else None
         if place is not None:
-            raise UnprovedCallError(
-                f"TP130 changed-model: {self.difference}; `{self._names[place[0]]}.{place[1]}` is a copy that counts "
-                f"what this rank holds {_HELP}"
-            )
+            copy = f"`{self._names[place[0]]}.{place[1]}` is a copy that counts what this rank holds"
+            raise _changed_late(f"{self.difference}; {copy}")
+
+
+def _changed_late(message: str, way_out: str = _EARLIER) -> UnprovedCallError:
+    message = f"{message} after `parallelize`, so that what was proved isn't what would run"
+    return UnprovedCallError.of("TP130", message, help=way_out)
 
 
 def _way_out(module: nn.Module) -> str:
@@ -308,17 +310,18 @@ def _way_out(module: nn.Module) -> str:
     pruned = next((leaf for leaf, hook in computed_weights(module).items() if is_pruning(hook)), None)
     if pruned is not None:
         return (
-            f'{_LATE}`parallelize`; or let go of the mask, by `torch.nn.utils.prune.remove(layer, "{pruned}")`: the '
-            "pruned entries stay zero until a step changes them"
+            "change the stock model before `parallelize`; or let go of the mask, by "
+            f'`torch.nn.utils.prune.remove(layer, "{pruned}")`: the pruned entries stay zero until a step changes them'
         )
-    return _HELP
+    return _EARLIER
 
 
 def _unseen(error: UnseenError) -> UnprovedCallError:
     """A TP130 for what can't be compared."""
-    return UnprovedCallError(
-        f"TP130 changed-model: {error}, and nobody can tell whether it changes\n  help: keep what steers a forward in "
-        "numbers, texts, containers or plain objects"
+    return UnprovedCallError.of(
+        "TP130",
+        f"{error}, and nobody can tell whether it changes",
+        help="keep what steers a forward in numbers, texts, containers or plain objects",
     )
 
 

@@ -16,7 +16,7 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -71,7 +71,7 @@ from tpplan.compiler.request import Request
 from tpplan.compiler.trace.capture import BodyError
 from tpplan.compiler.trace.preconditions import NO_PARAMETER, WANTS_GRADIENT
 from tpplan.parity.tree import Path
-from tpplan.plan import CompileError, Plan, TpplanError
+from tpplan.plan import CompileError, Diagnostic, Plan, TpplanError
 from tpplan.runtime.around.results import Results
 from tpplan.runtime.around.watched import WatchedCall
 from tpplan.runtime.ranks.agreement import agree, any_rank
@@ -84,15 +84,17 @@ from tpplan.state.parts import UnseenError
 
 _NOTHING = Asked()
 _MANY = 8
-_TP183 = (
-    "TP183 compiled-watched: a model is compiled whose calls are watched, by TPPLAN_DEBUG=1 or since a branch on a "
-    "tensor's value needs another program on either side; watched calls run without a compiler\n  help: unset "
-    "TPPLAN_DEBUG, or don't compile"
+_COMPILED_WATCHED = Diagnostic(
+    "TP183",
+    "a model is compiled whose calls are watched, by TPPLAN_DEBUG=1 or since a branch on a tensor's value needs "
+    "another program on either side; watched calls run without a compiler",
+    help="unset TPPLAN_DEBUG, or don't compile",
 )
-_TP186 = (
-    "TP186 steering-numbers: eight calls of one kind were proved anew, each since the model's Python reads other "
-    "numbers of its inputs, such as sizes of pictures\n  help: nothing is wrong; batches that are alike in these are "
-    "proved once"
+_STEERING_NUMBERS = Diagnostic(
+    "TP186",
+    "eight calls of one kind were proved anew, each since the model's Python reads other numbers of its inputs, such "
+    "as sizes of pictures",
+    help="nothing is wrong; batches that are alike in these are proved once",
 )
 _NEW = "the ranks' comparison of a call of a new kind"
 _SIZES = "the ranks' comparison of the sizes that a proof covers"
@@ -104,12 +106,7 @@ _OF_CACHES = (
     "is given, by operations that treat all heads alike; each rank has those of its own heads. Of transformers' "
     "quantised caches, that is `quanto` with a `q_group_size` that divides the size of a head"
 )
-_INSIDE_TRANSFORM = (
-    "TP117 unproved-call: a sharded model was called inside of a transform of torch.func (`grad`, `vmap`, `jvp`) or of "
-    "`torch.autograd.forward_ad`, which isn't proved\n  help: differentiate by `backward` or `torch.autograd.grad`; "
-    "pass a batch as a batch"
-)
-_TP118 = "TP118 uneven-sequence: the ranks can't share the sequence of this call evenly"
+_UNEVEN = "the ranks can't share the sequence of this call evenly"
 
 
 class CallGuard:
@@ -249,7 +246,12 @@ class CallGuard:
     def _look(self) -> None:
         """Follow what was changed since the last call."""
         if inside_transform():
-            raise UnprovedCallError(_INSIDE_TRANSFORM)
+            raise UnprovedCallError.of(
+                "TP117",
+                "a sharded model was called inside of a transform of torch.func (`grad`, `vmap`, `jvp`) or of "
+                "`torch.autograd.forward_ad`, which isn't proved",
+                help="differentiate by `backward` or `torch.autograd.grad`; pass a batch as a batch",
+            )
         if torch.is_grad_enabled():
             self._follow_thawed()
         if self._changes is not None:
@@ -320,7 +322,7 @@ class CallGuard:
             plain = self._key(call)  # what the call asks for, and keeps, is known by now
             key = self._steering.note(plain, compiled.facts)
             if self._steering.count(plain) == _MANY:
-                warnings.warn(_TP186, stacklevel=3)
+                warnings.warn(_STEERING_NUMBERS.text, stacklevel=3)
             self._paths.note(key.kind, proof, compiled)
             self._paths.of(key.kind).begin_again(proof, key.kind)
             self._proofs.cover(key, proof, compiled, compiled.subject)
@@ -473,7 +475,7 @@ class CallGuard:
             return False
         if not self._paths.must_watch(decision.key, decision.proof):
             return True
-        warnings.warn(_TP183, stacklevel=2)
+        warnings.warn(_COMPILED_WATCHED.text, stacklevel=2)
         return False
 
     def _prove_sides(self, call: DecidedCall, decision: Decision) -> None:
@@ -545,9 +547,10 @@ class CallGuard:
         try:
             return self._read(call.training, call.arguments, call.keywords, more)
         except UnseenError as error:
-            raise UnprovedCallError(
-                f"TP117 unproved-call: an argument of this call is or holds {error}, so that nobody can tell it from "
-                "another\n  help: pass numbers, texts, tensors, containers of these, or plain objects"
+            raise UnprovedCallError.of(
+                "TP117",
+                f"an argument of this call is or holds {error}, so that nobody can tell it from another",
+                help="pass numbers, texts, tensors, containers of these, or plain objects",
             ) from None
 
     def _answers(self, call: DecidedCall) -> Iterator[object]:
@@ -635,7 +638,7 @@ class CallGuard:
             with torch.set_grad_enabled(wanted):  # without a record, a tensor may still say that it requires grad
                 example = with_tensors(*without_opaque(call.arguments, call.keywords), self._names, whole)
         except WrapperError as error:
-            raise UnprovedCallError(f"{self._headline(call)}: {error}\n  help: {_OF_CACHES}") from error
+            raise self._unproved(call, str(error), _OF_CACHES) from error
         size, training = self.main.program.size, call.training
         request = Request(
             self._stock, base.plan, size, *example, training, True, parts, taken, self._members, self._device,
@@ -645,8 +648,8 @@ class CallGuard:
         try:
             compiled = self._compiled(lambda: compile_call(request))
         except CompileError as error:
-            advice = f"\n  help: if this is about the cache: {_OF_CACHES}" if _passes_objects(call) else ""
-            raise UnprovedCallError(f"{self._headline(call)}: it can't be proved\n{error}{advice}") from error
+            advice = f"if this is about the cache: {_OF_CACHES}" if _passes_objects(call) else None
+            raise self._unproved(call, "it can't be proved", advice, cause=error) from error
         program = compiled.program
         self._wrote |= compiled.writes
         if not compiled.asked.settings <= self._asked.settings:
@@ -670,10 +673,11 @@ class CallGuard:
         named = [*zip(self._names, call.arguments, strict=False), *call.keywords.items()]
         for name, held in named:
             if hides_tensors(held):
-                raise UnprovedCallError(
-                    f"{self._headline(call)}: `{name}` is or has an object that keeps tensors where no proof can see "
-                    "them\n  help: keep them in attributes of plain Python objects (without "
-                    "`__slots__`), in lists or in dicts, as transformers' caches do"
+                raise self._unproved(
+                    call,
+                    f"`{name}` is or has an object that keeps tensors where no proof can see them",
+                    "keep them in attributes of plain Python objects (without `__slots__`), in lists or in dicts, as "
+                    "transformers' caches do",
                 )
 
     def _foreign(self, program: Program, plan: Plan) -> str:
@@ -689,12 +693,19 @@ class CallGuard:
             difference = self._foreign(program, plan)
         if difference:
             advice = _OF_CACHES if wraps or _passes_caches(call) else _OF_CALLS
-            raise UnprovedCallError(
-                f"{self._headline(call)}: it needs different reshards, and {difference}{_reason(program)}"
-                f"\n  help: {advice}"
-            )
+            reason = f"it needs different reshards, and {difference}"
+            raise self._unproved(call, reason, advice, notes=_gathered(program))
 
-    def _headline(self, call: DecidedCall) -> str:
+    def _unproved(
+        self,
+        call: DecidedCall,
+        reason: str,
+        way_out: str | None,
+        *,
+        notes: Iterable[str] = (),
+        cause: CompileError | None = None,
+    ) -> UnprovedCallError:
+        """A TP117 that says how a call differs from those that are proved, and why it can't be proved as well."""
         modes = (self.main.program.training, call.training)
         shown = call_difference(self._contents, contents(call.arguments, call.keywords, self._names), modes)
         differs = f"this call differs from the example ({shown})" if shown else ""
@@ -704,7 +715,7 @@ class CallGuard:
         broken = self._proofs.broken(self._key(call))
         size = f"calls like it are proved where {' and '.join(broken)}" if broken else ""
         reasons = ", and ".join(filter(None, (changed, differs, size))) or "this call isn't covered by a proof"
-        return f"TP117 unproved-call: {reasons}"
+        return UnprovedCallError.of("TP117", f"{reasons}: {reason}", help=way_out, notes=notes, cause=cause)
 
     def _compiled(self, compile_it: Callable[[], Compiled]) -> Compiled:
         """A program that all ranks have compiled alike; every rank raises if one of them can't."""
@@ -749,13 +760,13 @@ class CallGuard:
         try:
             compiled = self._compiled(lambda: compile_call(request))
         except CompileError as error:
-            raise UnevenShardError(f"{_TP118}, and the plan can't be compiled without `sequence`\n{error}") from error
+            message = f"{_UNEVEN}, and the plan can't be compiled without `sequence`"
+            raise UnevenShardError.of("TP118", message, cause=error) from error
         program = compiled.program
         other = placement_difference(main, program)
         if other:
-            raise UnevenShardError(
-                f"{_TP118}, and without `sequence` {other}\n  help: pad the sequence to a multiple of {main.size}"
-            )
+            message = f"{_UNEVEN}, and without `sequence` {other}"
+            raise UnevenShardError.of("TP118", message, help=f"pad the sequence to a multiple of {main.size}")
         return Proof(plan, program, results=Results(compiled.results))
 
     def _follow_thawed(self) -> None:
@@ -765,9 +776,7 @@ class CallGuard:
         """
         for table, leaf, name in self._constants:
             if getattr(table.get(leaf), "requires_grad", False):
-                raise UnprovedCallError(
-                    f"TP130 changed-model: `{name.lstrip('.')}` {WANTS_GRADIENT}\n  help: {NO_PARAMETER}"
-                )
+                raise UnprovedCallError.of("TP130", f"`{name.lstrip('.')}` {WANTS_GRADIENT}", help=NO_PARAMETER)
         thawed = [held for held in self._frozen if getattr(held[0].get(held[2]), "requires_grad", False)]
         for held in thawed:
             _, stock, leaf, _ = held
@@ -782,10 +791,12 @@ class CallGuard:
     def _refuse_thawed(self) -> None:
         """TP117 for a module that is called by itself: its program has no sum for parameters that were thawed since."""
         if self._thawed and not self._sequence_dims:
-            raise UnprovedCallError(
-                f"TP117 unproved-call: `{self._thawed}` requires grad, but was frozen when the plan was compiled, so "
-                "that no sum over the ranks was placed for calls of single modules\n  help: let all parameters that "
-                "may ever be trained require grad when `parallelize` is called; they can be frozen afterwards"
+            raise UnprovedCallError.of(
+                "TP117",
+                f"`{self._thawed}` requires grad, but was frozen when the plan was compiled, so that no sum over the "
+                "ranks was placed for calls of single modules",
+                help="let all parameters that may ever be trained require grad when `parallelize` is called; they can "
+                "be frozen afterwards",
             )
 
 
@@ -807,10 +818,10 @@ def _passes_caches(call: DecidedCall) -> bool:
     return any(is_opaque(held) or any(tensors_in(held, objects=True)) for held in objects)
 
 
-def _reason(program: Program) -> str:
+def _gathered(program: Program) -> Iterable[str]:
     """Why features that others leave split are gathered in a program."""
     notes = [note for found in program.diagnostics if found.code == "TP104" for note in found.notes]
-    return "".join(f"\n  note: {note}" for note in dict.fromkeys(notes))
+    return dict.fromkeys(notes)
 
 
 def _answer(tensor: Tensor, method: str) -> object:

@@ -25,6 +25,7 @@ from tpplan.compiler.trace.surroundings import generators
 from tpplan.plan import TpplanError
 from tpplan.runtime.around.onlookers import ChangingHookError
 from tpplan.runtime.around.watched import AGAIN
+from tpplan.runtime.parameters.sharded_operations import UnprovedModuleError
 
 
 class Prover(Protocol):
@@ -83,13 +84,6 @@ class Prover(Protocol):
         ...
 
 
-_WRITES = (
-    "TP131 departed-call: the call writes to a tensor that it is passed and that requires grad, so it can't be run for "
-    "its program before it is shown to what looks at calls\n  help: make the first such call without modes, profilers, "
-    "and hooks of all modules or on saved tensors; or don't write to arguments"
-)
-
-
 class GuardedCall:
     """One watched call of the root."""
 
@@ -128,7 +122,13 @@ class GuardedCall:
         if result is AGAIN:
             return result
         if on_any_rank(not self._passed.is_restorable):
-            raise UnprovedCallError(_WRITES)
+            raise UnprovedCallError.of(
+                "TP131",
+                "the call writes to a tensor that it is passed and that requires grad, so it can't be run for its "
+                "program before it is shown to what looks at calls",
+                help="make the first such call without modes, profilers, and hooks of all modules or on saved tensors; "
+                "or don't write to arguments",
+            )
         self._restore()
         return self._run(forward)
 
@@ -146,9 +146,9 @@ class GuardedCall:
                 result = forward()
         except ChangingHookError as raised:
             changed = raised
-        except TpplanError:
-            raise
         except Exception as raised:  # of the model itself, or since it left the path that was proved
+            if isinstance(raised, TpplanError) and not isinstance(raised, UnprovedModuleError):
+                raise
             error = raised
         departed = self._departure(watch.steps)
         if error is not None and departed is not None and departed.real is None:
@@ -189,7 +189,7 @@ class GuardedCall:
             if error is not None and (own is not None or departed is None):
                 raised = error if own is None or type(own) is not type(error) else own  # which tells of whole sizes
                 raise raised from raised.__cause__
-            raise _refused(departed, f"which can't be proved\n{unproved}") from unproved
+            raise _refused(departed, "which can't be proved", unproved) from unproved
         finally:
             for restore in after:
                 restore()
@@ -228,21 +228,25 @@ class GuardedCall:
             restore()
 
 
-def _refused(departed: Departure | None, way: str) -> UnprovedCallError:
+def _refused(departed: Departure | None, way: str, cause: TpplanError | None = None) -> UnprovedCallError:
     where = "another rank of the axis left the proved path" if departed is None else str(departed)
-    return UnprovedCallError(
-        f"TP131 departed-call: the call left the path that was proved: {where}, {way}\n  help: pass `inputs=` like "
-        "this call to `parallelize`; what steers the model must be visible in its arguments or its modules' attributes"
+    return UnprovedCallError.of(
+        "TP131",
+        f"the call left the path that was proved: {where}, {way}",
+        help="pass `inputs=` like this call to `parallelize`; what steers the model must be visible in its arguments "
+        "or its modules' attributes",
+        cause=cause,
     )
 
 
 def _refused_forward(names: Sequence[str], departed: Departure | None, error: Exception | None) -> UnprovedCallError:
     where = f"`{names[0]}.forward` was set" if names else "a module's `forward` was set on another rank"
     shown = str(departed) if error is None else f"{type(error).__name__}: {error}"
-    return UnprovedCallError(
-        f"TP130 changed-model: {where} after `parallelize`, and it computes otherwise than what was proved: {shown}"
-        "\n  help: set it before `parallelize`, or register a hook: a `forward` set later may only call the one "
-        "that was there"
+    return UnprovedCallError.of(
+        "TP130",
+        f"{where} after `parallelize`, and it computes otherwise than what was proved: {shown}",
+        help="set it before `parallelize`, or register a hook: a `forward` set later may only call the one that was "
+        "there",
     )
 
 

@@ -38,7 +38,7 @@ from tpplan.compiler.trace.signatures import argument_names
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.cost.traffic import Traffic, module_traffic
-from tpplan.plan import CompileError, Diagnostic, Plan, TpplanError
+from tpplan.plan import CompileError, Plan, TpplanError
 from tpplan.rehearsal.rehearse import ShapeCommunicator, cannot_run, lowered_on_shapes
 from tpplan.report.inference_tables import Inference, Kept, KeptTensor
 
@@ -266,7 +266,7 @@ def _for_one_token(prompt: _Prompt, plan: Plan) -> Compiled:
     compiled = compile_call(request)
     difference = placement_difference(program, compiled.program) or cache_difference(program, compiled.program)
     if difference:
-        raise CompileError([Diagnostic(code="TP118", message=f"with whole sequences, {difference}")])
+        raise CompileError.of("TP118", f"with whole sequences, {difference}")
     return compiled
 
 

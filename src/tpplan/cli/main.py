@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tpplan.cli import bench, checkpoint, demo, explain, export, rule, schema, suggest, validate, verify
@@ -80,11 +81,19 @@ class _Version(argparse.Action):
 
 
 def _report(error: Exception, show_traceback: bool) -> int:
-    from tpplan.plan import PlanError
+    from tpplan.plan import InternalError, TpplanError
 
-    if isinstance(error, PlanError):
+    if isinstance(error, TpplanError) and error.diagnostics and not isinstance(error, InternalError):
         return _show_findings(error.diagnostics)
-    return _report_bug(error, show_traceback)
+    if show_traceback or os.environ.get("TPPLAN_TRACEBACK") not in (None, "", "0"):
+        import traceback
+
+        traceback.print_exception(error)
+    if not isinstance(error, InternalError):
+        message = str(error).strip().splitlines()
+        error = InternalError(f"{type(error).__name__}: {message[0]}" if message else type(error).__name__)
+    shows = "--traceback or TPPLAN_TRACEBACK=1 shows where it happened"
+    return _show_findings(tuple(replace(found, notes=(shows,)) for found in error.diagnostics))
 
 
 def _show_findings(diagnostics: tuple[Diagnostic, ...]) -> int:
@@ -93,19 +102,6 @@ def _show_findings(diagnostics: tuple[Diagnostic, ...]) -> int:
     print(render(diagnostics, color=wants_color(sys.stderr)), file=sys.stderr)
     print(f"\n{summary(diagnostics)}", file=sys.stderr)
     return exit_code(diagnostics)
-
-
-def _report_bug(error: Exception, show_traceback: bool) -> int:
-    if show_traceback or os.environ.get("TPPLAN_TRACEBACK") not in (None, "", "0"):
-        import traceback
-
-        traceback.print_exception(error)
-    message = str(error).strip().splitlines()
-    detail = f"{type(error).__name__}: {message[0]}" if message else type(error).__name__
-    print(f"TP199 internal-error: {detail.removeprefix('InternalError: TP199 internal-error: ')}", file=sys.stderr)
-    print("help: this is a bug in tpplan, not in your plan; please report it", file=sys.stderr)
-    print("help: --traceback or TPPLAN_TRACEBACK=1 shows where it happened", file=sys.stderr)
-    return FAILED
 
 
 def _tolerate_narrow_encodings() -> None:

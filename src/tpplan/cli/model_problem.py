@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tpplan.hf.library import first_line
-from tpplan.plan import Diagnostic, PlanError
+from tpplan.plan import PlanError
 
 
 def problem(message: str, way_out: str) -> PlanError:
     """The finding, to be raised."""
-    return PlanError([Diagnostic(code="TP122", message=message, help=way_out)])
+    return PlanError.of("TP122", message, help=way_out)
 
 
 __all__ = ["first_line", "problem"]

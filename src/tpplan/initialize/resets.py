@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tpplan.compat.modules import named_modules, own_buffers, own_modules, own_parameters
 from tpplan.initialize.assembling import why_not_plain
-from tpplan.initialize.findings import BUILD, UNKNOWN, InitializationError, finding
+from tpplan.initialize.findings import BUILD, UNKNOWN, problem
 from tpplan.runtime.modules.writes import WRITES
 
 # Torch's own with children that are no more than their children, or reset themselves after them. Not among them are
@@ -49,15 +49,11 @@ def unknown_modules(model: nn.Module, stock_class: StockClass) -> None:
         first.setdefault(id(module), prefix)
     if reasons:
         count = sum(len(names) for names in reasons.values())
-        raise InitializationError(
-            [
-                finding(
-                    UNKNOWN,
-                    f"it isn't known how {count} of the model's modules are initialised",
-                    BUILD,
-                    *(f"{reason} ({_listed(names)})" for reason, names in reasons.items()),
-                )
-            ]
+        raise problem(
+            UNKNOWN,
+            f"it isn't known how {count} of the model's modules are initialised",
+            BUILD,
+            *(f"{reason} ({_listed(names)})" for reason, names in reasons.items()),
         )
 
 

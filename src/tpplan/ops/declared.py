@@ -93,7 +93,7 @@ def name_of_operator(operator: Any) -> str:
 
 def refused(message: str, way_out: str) -> OperatorRuleError:
     """The error for a rule that doesn't fit what it is for: one TP022."""
-    return OperatorRuleError([Diagnostic(code="TP022", message=message, help=way_out)])
+    return OperatorRuleError.of("TP022", message, help=way_out)
 
 
 def read_or_refuse(rule: str, where: str) -> OperatorRule:

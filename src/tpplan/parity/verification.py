@@ -28,7 +28,7 @@ from tpplan.parity.reference import UnshardedRun, run_reference
 from tpplan.parity.rounding import moved_by_rounding
 from tpplan.parity.simulate import run_simulated
 from tpplan.parity.threads import TIMEOUT
-from tpplan.plan import CompileError, Diagnostic, Plan, PlanSource, load_plan
+from tpplan.plan import CompileError, Plan, PlanSource, load_plan
 from tpplan.rehearsal.prove import prove
 from tpplan.served import served
 
@@ -118,13 +118,8 @@ def _of_evaluation(request: Request, compiled: Compiled) -> Program | None:
         return None
     difference = placement_difference(program, own)
     if difference:
-        finding = Diagnostic(
-            code="TP117",
-            message=f"in evaluation the model needs other reshards than in training, and {difference}",
-            help="shard only layers that both modes use alike",
-            subject="",
-        )
-        raise CompileError([finding])
+        message = f"in evaluation the model needs other reshards than in training, and {difference}"
+        raise CompileError.of("TP117", message, help="shard only layers that both modes use alike")
     return own
 
 

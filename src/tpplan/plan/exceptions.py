@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
+from typing import Self
 
-from tpplan.plan.catalogue import CATALOGUE, Severity
+from tpplan.plan.catalogue import Severity
 from tpplan.plan.diagnostic import Diagnostic
-
-_FINDING = re.compile(r"^(?P<code>TP\d{3}) [a-z-]+: (?P<message>.*)$")
-_PART = re.compile(r"^  (?P<kind>help|note): (?P<text>.*)$")
 
 
 class TpplanError(Exception):
-    """The base of every exception that tpplan raises on purpose.
+    """The base of every exception that tpplan raises on purpose: findings, or a text for what has no code."""
 
-    Its text is a finding's: `TP138 second-derivative: …`, with its way out and its notes on lines of their own.
-    """
+    def __init__(self, found: str | Iterable[Diagnostic] = "") -> None:
+        """Hold every finding, warnings included."""
+        super().__init__(found if isinstance(found, str) else tuple(found))
+
+    @classmethod
+    def of(
+        cls,
+        code: str,
+        message: str,
+        *,
+        help: str | None = None,
+        notes: Iterable[str] = (),
+        subject: str | None = None,
+        cause: TpplanError | None = None,
+    ) -> Self:
+        """An error with one finding, and after it those of the `cause` that it follows from."""
+        found = Diagnostic(code, message, help=help, notes=tuple(notes), subject=subject)
+        return cls([found, *(() if cause is None else cause.diagnostics)])
 
     @property
     def diagnostics(self) -> tuple[Diagnostic, ...]:
-        """The findings, as data; none of an error that has no code, such as one of a wrong argument."""
-        return tuple(_findings(str(self)))
+        """The findings; none of an error that has no code, such as one of a wrong argument."""
+        return () if isinstance(self.args[0], str) else self.args[0]
 
     @property
     def code(self) -> str | None:
@@ -33,22 +46,17 @@ class TpplanError(Exception):
         """An error's, whatever warnings it has beside."""
         return Severity.ERROR
 
+    def __str__(self) -> str:
+        """Every finding in one line, each followed by its help and notes."""
+        return "\n".join(diagnostic.text for diagnostic in self.diagnostics) or super().__str__()
+
 
 class PlanError(TpplanError):
     """A plan has mistakes. All of them are in `diagnostics`, in the order of the file."""
 
     def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
         """Hold every finding, warnings included."""
-        super().__init__(tuple(sorted(diagnostics, key=lambda diagnostic: diagnostic.sort_key)))
-
-    @property
-    def diagnostics(self) -> tuple[Diagnostic, ...]:
-        """The findings."""
-        return self.args[0]
-
-    def __str__(self) -> str:
-        """Every finding in one line, each followed by its help and notes."""
-        return "\n".join(diagnostic.text for diagnostic in self.diagnostics)
+        super().__init__(sorted(diagnostics, key=lambda diagnostic: diagnostic.sort_key))
 
     @property
     def errors(self) -> tuple[Diagnostic, ...]:
@@ -63,27 +71,11 @@ class CompileError(PlanError):
 class InternalError(TpplanError):
     """A bug in tpplan itself, which no plan or model should be able to cause."""
 
-    def __str__(self) -> str:
+    def __init__(self, message: str) -> None:
+        """Say what was met."""
+        super().__init__(message)
+
+    @property
+    def diagnostics(self) -> tuple[Diagnostic, ...]:
         """The message, and whose fault it is."""
-        return (
-            f"TP199 internal-error: {super().__str__()}\nThis is a bug in tpplan, not in your plan; please report it."
-        )
-
-
-def _findings(text: str) -> Iterable[Diagnostic]:
-    """The findings of a text in a finding's form."""
-    code, message, parts = "", "", dict[str, list[str]]()
-    for line in text.splitlines():
-        begun, part = _FINDING.match(line), _PART.match(line)
-        if begun is not None and begun["code"] in CATALOGUE:
-            if code:
-                yield _finding(code, message, parts)
-            code, message, parts = begun["code"], begun["message"], {}
-        elif part is not None:
-            parts.setdefault(part["kind"], []).append(part["text"])
-    if code:
-        yield _finding(code, message, parts)
-
-
-def _finding(code: str, message: str, parts: dict[str, list[str]]) -> Diagnostic:
-    return Diagnostic(code, message, help="; ".join(parts.get("help", [])) or None, notes=tuple(parts.get("note", [])))
+        return (Diagnostic("TP199", self.args[0], help="this is a bug in tpplan, not in your plan; please report it"),)

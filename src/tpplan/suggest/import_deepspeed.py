@@ -211,7 +211,7 @@ def _unsaid(where: str, why: str) -> Diagnostic:
 
 def _no_config(file: Path, why: str) -> CompileError:
     way_out = "leave out --from-deepspeed: `tpplan suggest` then finds a plan from the model itself"
-    return CompileError([Diagnostic("TP215", f"`{file}` {why}", help=way_out, subject=str(file))])
+    return CompileError.of("TP215", f"`{file}` {why}", help=way_out, subject=str(file))
 
 
 __all__ = ["import_deepspeed"]

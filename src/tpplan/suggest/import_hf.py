@@ -17,7 +17,7 @@ from torch import nn
 
 from tpplan.compat.modules import named_modules
 from tpplan.compiler.queries import linear_form
-from tpplan.plan import CompileError, Diagnostic
+from tpplan.plan import CompileError
 from tpplan.plan.pattern import Pattern, PatternError
 from tpplan.plan.wording import with_article
 from tpplan.plan.written import SCHEMA_COMMENT
@@ -62,16 +62,12 @@ def import_plan(model: nn.Module, name: str) -> str:
     lines = list(_rules(model, brought))
     if not any(line and not line.lstrip().startswith("#") for line in lines):
         what = "brings no tensor-parallel plan along" if not brought else "brings a plan along that has no counterpart"
-        raise CompileError(
-            [
-                Diagnostic(
-                    code="TP123",
-                    message=f"`{type(model).__name__}` {what}",
-                    help="leave out --from-hf: `tpplan suggest` then finds a plan from the model itself",
-                    notes=tuple(line.strip().lstrip("# ") for line in lines[:8]),
-                    subject=type(model).__name__,
-                )
-            ]
+        raise CompileError.of(
+            "TP123",
+            f"`{type(model).__name__}` {what}",
+            help="leave out --from-hf: `tpplan suggest` then finds a plan from the model itself",
+            notes=(line.strip().lstrip("# ") for line in lines[:8]),
+            subject=type(model).__name__,
         )
     head = [f"# {type(model).__name__}: the plan that the model brings along, imported from transformers."]
     return SCHEMA_COMMENT + "\n".join([*head, "version: 1", f"name: {name}", "axis: tp", "modules:", *lines]) + "\n"

@@ -34,7 +34,7 @@ from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.trace import Operation
 from tpplan.compiler.queries import Rules, linear_form, same_files
 from tpplan.cost.traffic import memory
-from tpplan.plan import CompileError, Diagnostic, Pin, Style
+from tpplan.plan import CompileError, Pin, Style
 from tpplan.suggest.judge import Verdict, judge, runs
 from tpplan.suggest.patterns import shape_of
 from tpplan.suggest.roles import RoleGroup, RoleSetting, find_roles
@@ -387,7 +387,7 @@ def _nothing(subject: SuggestSubject, found: _Search) -> CompileError:
         else:
             way_out = "no number of ranks changes that: what can be split is a linear layer whose result a second one "
             way_out += "reads, with nothing between them that needs all features"
-    return CompileError([Diagnostic(code="TP123", message=message, notes=notes, help=way_out, subject=kind)])
+    return CompileError.of("TP123", message, help=way_out, notes=notes, subject=kind)
 
 
 def _of_parameter(subject: SuggestSubject) -> tuple[str, Verdict] | None:

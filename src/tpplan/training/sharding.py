@@ -126,12 +126,12 @@ def blind(seen: int, sharding: Sharding) -> TrainingError:
 
 def mismatch(message: str, way_out: str) -> TrainingError:
     """A TP190."""
-    return TrainingError(f"TP190 loop-unaware: {message}\n  help: {way_out}")
+    return TrainingError.of("TP190", message, help=way_out)
 
 
 def refusal(message: str, way_out: str) -> TrainingError:
     """A TP191."""
-    return TrainingError(f"TP191 loop-option: {message}\n  help: {way_out}")
+    return TrainingError.of("TP191", message, help=way_out)
 
 
 def keep_reading(settings: Any) -> None:

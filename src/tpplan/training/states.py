@@ -104,10 +104,11 @@ def _part(shown: str, held: Any, parameter: Tensor | None) -> Any:
     if held.shape == parameter.shape:
         return part_like(held.to(parameter.device), parameter)
     if held.dim() == parameter.dim():
-        raise TrainingError(
-            f"TP193 optimizer-state: {shown} has shape {tuple(held.shape)}, and the parameter {tuple(parameter.shape)}"
-            "\n  help: a state is loaded whole; save it by `Accelerator.save_state`, by the Trainer, or by "
-            "get_optimizer_state_dict(…, full_state_dict=True)"
+        raise TrainingError.of(
+            "TP193",
+            f"{shown} has shape {tuple(held.shape)}, and the parameter {tuple(parameter.shape)}",
+            help="a state is loaded whole; save it by `Accelerator.save_state`, by the Trainer, or by "
+            "get_optimizer_state_dict(…, full_state_dict=True)",
         )
     mesh = parameter.device_mesh
     return DTensor.from_local(held.to(parameter.device), mesh, [Replicate()] * mesh.ndim, run_check=False)

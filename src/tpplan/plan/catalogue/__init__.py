@@ -1,23 +1,25 @@
-"""The catalogue of diagnostic codes: plain data, from which the reference page is generated."""
+"""The catalogue of diagnostic codes, from the data beside this file; the reference page is generated from it.
+
+in:  `running.toml` and the files beside it: a table for each code, with the texts of a `CatalogueEntry`
+out: `CATALOGUE["TP176"]`: lost-rank, an error
+"""
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 from tpplan.plan.catalogue.entry import CatalogueEntry, Severity
-from tpplan.plan.catalogue.exchange_codes import EXCHANGE_CODES
-from tpplan.plan.catalogue.file_codes import FILE_CODES
-from tpplan.plan.catalogue.layout_codes import LAYOUT_CODES
-from tpplan.plan.catalogue.loss_codes import LOSS_CODES
-from tpplan.plan.catalogue.program_codes import PROGRAM_CODES
-from tpplan.plan.catalogue.rule_codes import RULE_CODES
-from tpplan.plan.catalogue.running_codes import RUNNING_CODES
 
-_ENTRIES = sorted(
-    (*FILE_CODES, *RULE_CODES, *LAYOUT_CODES, *LOSS_CODES, *PROGRAM_CODES, *RUNNING_CODES, *EXCHANGE_CODES),
-    key=lambda entry: entry.code,
-)
 
-CATALOGUE: Final[dict[str, CatalogueEntry]] = {entry.code: entry for entry in _ENTRIES}
+def _entries() -> Iterator[CatalogueEntry]:
+    for file in Path(__file__).parent.glob("*.toml"):
+        for code, texts in tomllib.loads(file.read_text(encoding="utf-8")).items():
+            yield CatalogueEntry(code, texts.pop("name"), Severity(texts.pop("severity")), **texts)
+
+
+CATALOGUE: Final = {entry.code: entry for entry in sorted(_entries(), key=lambda entry: entry.code)}
 
 __all__ = ["CATALOGUE", "CatalogueEntry", "Severity"]

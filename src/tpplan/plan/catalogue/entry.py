@@ -35,8 +35,3 @@ class CatalogueEntry:
     explanation: str
     bad: str = ""
     good: str = ""
-
-    def __post_init__(self) -> None:
-        """Drop the line breaks with which the texts are written down."""
-        for name in ("explanation", "bad", "good"):
-            object.__setattr__(self, name, getattr(self, name).strip())

@@ -52,10 +52,12 @@ def _telling(method: Callable[..., Any], path: tuple[str, ...]) -> Callable[...,
             if added is None:
                 raise
             name, kind = added
-            raise ChangedAroundError(
-                f"TP130 changed-model: `{method.__name__}` put `{name}`, a `{kind}`, into the sharded model, and "
-                f"failed on tensors of which some are whole and some are parts ({error})\n  help: change the stock "
-                "model before `parallelize`: apply adapters first, and parallelize the adapted model"
+            raise ChangedAroundError.of(
+                "TP130",
+                f"`{method.__name__}` put `{name}`, a `{kind}`, into the sharded model, and failed on tensors of which "
+                f"some are whole and some are parts ({error})",
+                help="change the stock model before `parallelize`: apply adapters first, and parallelize the adapted "
+                "model",
             ) from error
 
     return call

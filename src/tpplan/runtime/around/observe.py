@@ -24,6 +24,7 @@ from tpplan.runtime.modules.writes import WRITES, Outside, Writes, stock_class
 from tpplan.runtime.ranks.reshard import make_reshard
 
 Path = tuple[str | int, ...]
+_ELSEWHERE = "observe a module around or inside of it"
 
 
 class ObserveError(TpplanError):
@@ -85,9 +86,11 @@ class _Look:
         self._gradients = gradients
         self.boundaries = () if outside is None else outside.program.boundaries.get(outside.name, ())
         if outside is not None and outside.name in outside.program.varied:
-            raise ObserveError(
-                f"TP178 wrong-placement: `{outside.name}` is called several times with values that lie differently, "
-                "so that it isn't known which these are\n  help: observe a module around or inside of it"
+            raise ObserveError.of(
+                "TP178",
+                f"`{outside.name}` is called several times with values that lie differently, so that it isn't known "
+                "which these are",
+                help=_ELSEWHERE,
             )
 
     def whole(self, held: Any, path: Path, inward: bool) -> Any:
@@ -100,9 +103,11 @@ class _Look:
             return tensor.detach().clone()
         layout = _of_gradient(found.layout) if self._gradients else found.layout
         if layout.tail:
-            raise ObserveError(
-                f"TP178 wrong-placement: `{self._outside.name}` is called for its last tokens alone, and hands out no "
-                "more of a sequence that is split\n  help: observe a module around or inside of it"
+            raise ObserveError.of(
+                "TP178",
+                f"`{self._outside.name}` is called for its last tokens alone, and hands out no more of a sequence that "
+                "is split",
+                help=_ELSEWHERE,
             )
         ways = reshard_between(layout, REPLICATED)
         if ways is None or layout.forward == "R":

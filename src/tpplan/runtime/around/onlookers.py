@@ -49,15 +49,12 @@ from tpplan.compiler.ir.pytree import tensors_in
 from tpplan.plan import TpplanError
 
 _PLAIN = (int, float, complex, str, slice, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_UNPROVED = ", and the call was proved without that"
 _AGAIN = "call the model again, and the call is proved with the hook"
 
 
 class ChangedByToolError(TpplanError):
     """Something around a call changed what it computes, which its proof doesn't know."""
-
-    def __init__(self, what: str, way_out: str) -> None:
-        """Tell what."""
-        super().__init__(f"TP131 departed-call: {what}, and the call was proved without that\n  help: {way_out}")
 
 
 class ChangingHookError(ChangedByToolError):
@@ -95,14 +92,15 @@ class Onlookers:
         for pair in pairs:
             if pair.changed:
                 kind = "function" if isinstance(pair.mode, TorchFunctionMode) else "dispatch"
-                raise ChangedByToolError(
+                raise ChangedByToolError.of(
+                    "TP131",
                     f"`{type(pair.mode).__qualname__}`, a {kind} mode around the call, changes what `{pair.changed}` "
-                    "gets or returns",
-                    "leave the mode for calls of the model; one that passes each call on as it is may stay",
+                    f"gets or returns{_UNPROVED}",
+                    help="leave the mode for calls of the model; one that passes each call on as it is may stay",
                 )
         if changing:
             self.followed += [hook for hook, _ in changing if hook not in self.followed]
-            raise ChangingHookError(changing[0][1], _AGAIN)
+            raise ChangingHookError.of("TP131", f"{changing[0][1]}{_UNPROVED}", help=_AGAIN)
 
     def are_there(self) -> bool:
         """Whether there is anyone to look at."""
@@ -394,9 +392,10 @@ class _Hook(Onlooker):
         before = _versions(args)
         result = self.hook(module, *args)
         if _versions(args) != before:
-            raise ChangedByToolError(
-                f"`{_name(self.hook)}`, a hook of all modules, writes to a gradient",
-                "return another gradient instead; a hook that returns one is followed in proofs",
+            raise ChangedByToolError.of(
+                "TP131",
+                f"`{_name(self.hook)}`, a hook of all modules, writes to a gradient{_UNPROVED}",
+                help="return another gradient instead; a hook that returns one is followed in proofs",
             )
         return result
 

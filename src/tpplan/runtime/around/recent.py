@@ -102,10 +102,8 @@ def unknown(
     reason: str, way_out: str = "call `backward` in the thread of the forward, before calls of other kinds"
 ) -> RecomputeError:
     """An error that says why a part of a call can't be recomputed, and what to do about it."""
-    return RecomputeError(
-        "TP175 recompute-unknown: an activation checkpoint can't tell which program its call ran by, as "
-        f"{reason}\n  help: {way_out}"
-    )
+    message = f"an activation checkpoint can't tell which program its call ran by, as {reason}"
+    return RecomputeError.of("TP175", message, help=way_out)
 
 
 __all__ = ["Ran", "RecentCalls", "RecomputeError", "unknown"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tpplan.compiler.ir.pytree import children, tensors_in
 from tpplan.compiler.ir.trace import Path
-from tpplan.plan import TpplanError
+from tpplan.plan import Diagnostic, TpplanError
 
 _ITEMS: tuple[Any, ...] = (vars(dict)["items"], vars(OrderedDict)["items"])
 _MOST = 64
@@ -27,10 +27,11 @@ class UnlikeResultsError(TpplanError):
 
     def __init__(self, what: str) -> None:
         """Say how its results differ."""
-        super().__init__(
-            f"TP131 departed-call: the call returned {what}\n  help: pass `inputs=` like this call to `parallelize`; "
-            "what steers the model must be visible in its arguments or its modules' attributes"
+        way_out = (
+            "pass `inputs=` like this call to `parallelize`; what steers the model must be visible in its arguments or "
+            "its modules' attributes"
         )
+        super().__init__([Diagnostic("TP131", f"the call returned {what}", help=way_out)])
 
 
 class Results(set[Path]):

@@ -47,9 +47,10 @@ def _move(module: str, boundary: Boundary, axis: Communicator, context: CallCont
 
 def _refuse(module: str, reason: str) -> Move:
     def move(_: Tensor) -> Tensor:
-        raise AloneError(
-            f"TP117 unproved-call: `{module}` is called by itself in another way than in the model: {reason}\n"
-            "  help: call the whole model, or a module further out"
+        raise AloneError.of(
+            "TP117",
+            f"`{module}` is called by itself in another way than in the model: {reason}",
+            help="call the whole model, or a module further out",
         )
 
     return move

@@ -54,7 +54,7 @@ from tpplan.compiler.ir.class_reductions import (
 from tpplan.compiler.ir.look_ups import LOOK_UP, LOOK_UP_FUNCTIONS, LOOK_UP_NAMES, LOOK_UPS
 from tpplan.compiler.ir.program import ClassCalls, SplitClasses
 from tpplan.kernels.backend import Choice
-from tpplan.plan import TpplanError
+from tpplan.plan import Diagnostic, TpplanError
 from tpplan.runtime.bodies.fused_sums import ADDITIONS, ResidualNorm
 from tpplan.runtime.classes import class_losses as classes
 from tpplan.runtime.classes import class_sums as class_reductions
@@ -68,11 +68,11 @@ class ClassCallError(TpplanError):
 
     def __init__(self, where: str, call: str, proved: str) -> None:
         """Tell the module, its call, and what was proved."""
-        super().__init__(
-            f"TP166 class-call-changed: {where} {call}, where its proof {proved}"
-            "\n  help: let its calls of losses and of sums over classes depend on nothing but the arguments; or write "
-            "`output: replicate` for the rule of the head"
+        way_out = (
+            "let its calls of losses and of sums over classes depend on nothing but the arguments; or write `output: "
+            "replicate` for the rule of the head"
         )
+        super().__init__([Diagnostic("TP166", f"{where} {call}, where its proof {proved}", help=way_out)])
 
 
 class OpenClassBodies:

@@ -17,7 +17,6 @@ Python, where every module that it calls begins a region.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import FunctionType
@@ -31,7 +30,7 @@ from tpplan.compat.dynamo import count_as_compiled, graph_break, set_compiler, s
 from tpplan.compat.modes import innermost_mode
 from tpplan.compat.modules import own_buffers, own_parameters
 from tpplan.compiler.trace.preconditions import MARK
-from tpplan.plan import TpplanError
+from tpplan.plan import Diagnostic, TpplanError
 from tpplan.runtime.classes.class_scope import unseen
 from tpplan.runtime.parameters.handed_out import HandedOut, Wanted
 from tpplan.runtime.random.mixed_draws import CallersStream, MixedStreams
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
 
 ENTRY = "_tpplan_entry"
 """The attribute of a class whose `forward` a base class has wrapped, as those of transformers' layers do."""
-
-_REASON = re.compile(r"TP1\d\d [a-z-]+: [^'\"]*")
 
 
 class CompiledCallError(TpplanError):
@@ -161,10 +158,10 @@ def _body(module: nn.Module, compiler: object, args: tuple[Any, ...], kwargs: di
         raise
     except Exception as error:
         set_compiler(None)
-        reason = _REASON.search(str(error))
+        reason = next((found for found in _BREAKS if found.message in str(error)), None)
         if reason is None or not type(error).__module__.startswith("torch._dynamo"):
             raise
-        raise CompiledCallError(reason.group()) from None
+        raise CompiledCallError([reason]) from None
     finally:
         set_compiler(None)
         handed_out.entered = before
@@ -215,29 +212,38 @@ def trace_root() -> None:
     graph_break(_INLINED)
 
 
-_INLINED = (
-    "TP180 compiled-around: a sharded model, or one of its modules, is called in a function that is compiled, and what "
-    "tpplan does at the start of a call can't be part of a graph; help: compile the model or the module itself "
-    "(`torch.compile(model)`, `layer.compile()`), or leave out `fullgraph=True`"
+_BREAKS = (
+    Diagnostic(
+        "TP180",
+        "a sharded model, or one of its modules, is called in a function that is compiled, and what tpplan does at the "
+        "start of a call can't be part of a graph",
+        help="compile the model or the module itself (`torch.compile(model)`, `layer.compile()`), or leave out "
+        "`fullgraph=True`",
+    ),
+    Diagnostic(
+        "TP181",
+        "a module draws random numbers that differ between ranks, which seeds a generator and can't be part of a graph",
+        help="leave out `fullgraph=True`, or set the dropout probability to 0",
+    ),
+    Diagnostic(
+        "TP184",
+        "the body of a module runs from its record, operation by operation, and isn't compiled",
+        help="leave out `fullgraph=True`, or compile modules without such a body",
+    ),
+    Diagnostic(
+        "TP184",
+        "tokens go all-to-all to a module's experts, as many as their numbers say, which isn't compiled",
+        help="leave out `fullgraph=True`, write `exchange: sums` for the experts, or compile other modules",
+    ),
+    Diagnostic(
+        "TP185",
+        "the body of a module inside of what is compiled calls a loss over split classes, and runs in Python",
+        help="leave out `fullgraph=True`, compile the module itself, or compile modules without such a body, as the "
+        "layers are",
+    ),
 )
-_RANDOM = (
-    "TP181 compiled-random: a module draws random numbers that differ between ranks, which seeds a generator and can't "
-    "be part of a graph; help: leave out `fullgraph=True`, or set the dropout probability to 0"
-)
-_REPLAYS = (
-    "TP184 compiled-record: the body of a module runs from its record, operation by operation, and isn't compiled; "
-    "help: leave out `fullgraph=True`, or compile modules without such a body"
-)
-_DISPATCHES = (
-    "TP184 compiled-record: tokens go all-to-all to a module's experts, as many as their numbers say, which isn't "
-    "compiled; help: leave out `fullgraph=True`, write `exchange: sums` for the experts, or compile other modules"
-)
-
-_CLASSES = (
-    "TP185 compiled-class-call: the body of a module inside of what is compiled calls a loss over split classes, and "
-    "runs in Python; help: leave out `fullgraph=True`, compile the module itself, or compile modules without such a "
-    "body, as the layers are"
-)
+# Dynamo shows a reason as the text of one line.
+_INLINED, _RANDOM, _REPLAYS, _DISPATCHES, _CLASSES = (found.text.replace("\n ", ";") for found in _BREAKS)
 
 
 def _places(module: nn.Module, handed_out: HandedOut) -> tuple[Wanted, ...]:
@@ -260,10 +266,11 @@ def _places(module: nn.Module, handed_out: HandedOut) -> tuple[Wanted, ...]:
 def _whole(tensor: Tensor, module: nn.Module) -> Tensor:
     """The tensor to read, if it isn't still split by FSDP."""
     if isinstance(tensor, DTensor) and len(tensor.placements) > 1:
-        raise CompiledCallError(
-            f"TP182 compiled-around-fsdp: FSDP gathers the parameters of modules inside of `{type(module).__name__}` "
-            "one after the other, and a compiled body needs them at its start\n  help: compile the modules that "
-            "`fully_shard` was called on, each by itself: `layer.compile()`"
+        raise CompiledCallError.of(
+            "TP182",
+            f"FSDP gathers the parameters of modules inside of `{type(module).__name__}` one after the other, and a "
+            "compiled body needs them at its start",
+            help="compile the modules that `fully_shard` was called on, each by itself: `layer.compile()`",
         )
     return tensor
 

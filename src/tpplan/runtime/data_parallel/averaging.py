@@ -134,10 +134,12 @@ class Averager:
                 return
             self.begin()
         if bucket.sent is not None:
-            raise DataParallelError(
-                "TP173 late-gradient: in one backward a parameter's gradient arrived once more after its average "
-                "over the data-parallel ranks had begun\n  help: let activation checkpoints have "
-                "`use_reentrant=False`; or accumulate in `no_sync()`, and average in a backward of its own"
+            raise DataParallelError.of(
+                "TP173",
+                "in one backward a parameter's gradient arrived once more after its average over the data-parallel "
+                "ranks had begun",
+                help="let activation checkpoints have `use_reentrant=False`; or accumulate in `no_sync()`, and average "
+                "in a backward of its own",
             )
         bucket.arrived.add(place)
         while self._next < len(self.buckets):

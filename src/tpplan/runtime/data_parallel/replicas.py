@@ -70,10 +70,8 @@ class _Averaging(OwnReducer):
 
 
 def _refused(what: str, way_out: str) -> DataParallelError:
-    return DataParallelError(
-        f"TP172 data-parallel-option: {what} isn't there for a sharded model's DistributedDataParallel\n"
-        f"  help: {way_out}"
-    )
+    message = f"{what} isn't there for a sharded model's DistributedDataParallel"
+    return DataParallelError.of("TP172", message, help=way_out)
 
 
 @functools.cache
@@ -113,10 +111,12 @@ def refuse_other_parts(parameters: Iterable[Tensor], ranks: Iterable[int], who: 
     for parts in groups:
         shared = sorted(over.intersection(parts))
         if len(shared) > 1:
-            raise DataParallelError(
-                f"TP170 data-parallel-ranks: {who} is to work over ranks {_listed(over)}, of which {_listed(shared)} "
-                f"hold different parts of the model\n  help: give it the data-parallel axis alone, {way_out} of a mesh "
-                'with both axes: init_device_mesh(device, (replicas, parts), mesh_dim_names=("dp", "tp"))'
+            raise DataParallelError.of(
+                "TP170",
+                f"{who} is to work over ranks {_listed(over)}, of which {_listed(shared)} hold different parts of the "
+                "model",
+                help=f"give it the data-parallel axis alone, {way_out} of a mesh with both axes: "
+                'init_device_mesh(device, (replicas, parts), mesh_dim_names=("dp", "tp"))',
             )
 
 
@@ -147,15 +147,15 @@ def look_at_composition(module: nn.Module) -> None:
     uncut = [p for p in module.parameters() if isinstance(p, DTensor) and p.device_mesh.ndim == 1]
     refuse_other_parts(uncut, ranks, f"`{pending.name}`", _AXIS[1])
     if mesh.mesh_dim_names is None and uncut:
-        raise DataParallelError(
-            f"TP172 data-parallel-option: the axes of `{pending.name}`'s mesh have no names, which torch needs to join "
-            f"it with the mesh of the parts\n  help: take the mesh from that of the parts: {_AXIS[1]}"
+        raise DataParallelError.of(
+            "TP172",
+            f"the axes of `{pending.name}`'s mesh have no names, which torch needs to join it with the mesh of the "
+            "parts",
+            help=f"take the mesh from that of the parts: {_AXIS[1]}",
         )
     if pending.reshards_to is not None and uncut:
-        raise DataParallelError(
-            f"TP172 data-parallel-option: torch has no `reshard_after_forward={pending.reshards_to}` for DTensors\n"
-            "  help: pass True or False"
-        )
+        message = f"torch has no `reshard_after_forward={pending.reshards_to}` for DTensors"
+        raise DataParallelError.of("TP172", message, help="pass True or False")
 
 
 __all__ = ["follow_wrappers", "look_at_composition", "refuse_other_parts"]

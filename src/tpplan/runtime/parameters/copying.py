@@ -10,7 +10,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from tpplan.plan import Diagnostic
 from tpplan.runtime.parameters.sharded_tensors import StateError
 
 
@@ -25,15 +24,11 @@ class HereOnly:
         return HereOnly(self.make, copy.deepcopy(self.arguments, memo), self.name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise StateError(
-            [
-                Diagnostic(
-                    code="TP142",
-                    message=f"a sharded module, `{self.name}`, can't be pickled",
-                    help="save its state: torch.save(model.state_dict(), …) on every rank, or "
-                    "tpplan.save_weights(model, folder), and load that into a model that is parallelized there",
-                )
-            ]
+        raise StateError.of(
+            "TP142",
+            f"a sharded module, `{self.name}`, can't be pickled",
+            help="save its state: torch.save(model.state_dict(), …) on every rank, or tpplan.save_weights(model, "
+            "folder), and load that into a model that is parallelized there",
         )
 
 

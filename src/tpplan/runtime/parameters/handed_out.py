@@ -286,10 +286,12 @@ def _uncut(parameter: Tensor) -> Tensor:
         DataParallelError: it hasn't; a body would compute with a part of this rank's part.
     """
     if isinstance(parameter, DTensor) and len(parameter.placements) > 1:
-        raise DataParallelError(
-            f"TP171 cut-parameter: a module was called whose parameter of shape {list(parameter.shape)} `fully_shard` "
-            "holds cut over the data-parallel ranks\n  help: call the module that was given to `fully_shard`; where "
-            "one of its methods runs modules, `register_fsdp_forward_method(module, name)` first, or `unshard()` it"
+        raise DataParallelError.of(
+            "TP171",
+            f"a module was called whose parameter of shape {list(parameter.shape)} `fully_shard` holds cut over the "
+            "data-parallel ranks",
+            help="call the module that was given to `fully_shard`; where one of its methods runs modules, "
+            "`register_fsdp_forward_method(module, name)` first, or `unshard()` it",
         )
     return parameter
 

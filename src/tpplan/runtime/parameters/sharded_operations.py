@@ -23,6 +23,7 @@ from tpplan.compat.placements import interleaving
 from tpplan.compat.process_groups import over_ranks
 from tpplan.compat.schemas import OpOverload, schema_argument_names, schema_mutates
 from tpplan.compat.subclasses import without_tensor_classes
+from tpplan.plan import TpplanError
 from tpplan.runtime.parameters.sharded_tensors import ShardedTensor, forwards, refuse_gathered, shown
 from tpplan.runtime.parameters.sharded_views import (
     ShardedView,
@@ -47,7 +48,7 @@ _NORMS = {"linalg_vector_norm", "norm", "sum"}
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-class UnprovedModuleError(RuntimeError):
+class UnprovedModuleError(TpplanError):
     """A forward left what was proved: whoever watches it proves it anew, as after any error of a body."""
 
 
@@ -77,10 +78,10 @@ def _refuse_activations(operator: OpOverload, held: Any) -> None:
     plain: list[Tensor] = []
     mapped(held, lambda tensor: plain.append(tensor) if not isinstance(tensor, (DTensor, ShardedView)) else None)
     if any(tensor.dim() for tensor in plain):
-        raise UnprovedModuleError(
-            f"TP140 parts-of-a-parameter: a forward computes `{operator.name()}` with a parameter of a module that "
-            "isn't called in its proof\n  help: pass `inputs=` with which every module is called to `parallelize`, or "
-            "read it outside of the forward"
+        raise UnprovedModuleError.of(
+            "TP140",
+            f"a forward computes `{operator.name()}` with a parameter of a module that isn't called in its proof",
+            help="pass `inputs=` with which every module is called to `parallelize`, or read it outside of the forward",
         )
 
 

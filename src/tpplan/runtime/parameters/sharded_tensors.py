@@ -23,7 +23,7 @@ from tpplan.compat.dynamo import skip_frame
 from tpplan.compat.placements import interleaving
 from tpplan.compat.tensors import base_of, is_gathered, name_alike, name_of
 from tpplan.compiler.ir.layout import REPLICATED, sharded
-from tpplan.plan import Diagnostic, PlanError
+from tpplan.plan import Diagnostic, PlanError, Severity
 from tpplan.runtime.parameters import pieces
 from tpplan.runtime.parameters.pieces import Part
 from tpplan.runtime.ranks.faults import naming_ranks
@@ -50,7 +50,7 @@ class StateError(PlanError):
 
 def refusal(message: str, way_out: str, *notes: str) -> StateError:
     """A StateError with one TP140 finding."""
-    return StateError([Diagnostic(code="TP140", message=message, help=way_out, notes=notes)])
+    return StateError.of("TP140", message, help=way_out, notes=notes)
 
 
 class WholeMethods:
@@ -279,12 +279,14 @@ def gathered_for(operator: str, tensor: DTensor) -> Tensor:
         steps = steps + 1 if last == forwards.opened - 1 else 1
         _gatherings[operator] = steps, forwards.opened
         if steps == _REPEATED:
-            warnings.warn(
-                f"TP140 parts-of-a-parameter: `{operator}` gathers the whole of {shown(tensor)} in each step\n  help: "
-                "the result is the unsharded model's; where it takes too long, compute it by elements, norms and sums, "
-                "which run on each rank's part, or in every n-th step",
-                stacklevel=2,
+            gathers = Diagnostic(
+                "TP140",
+                f"`{operator}` gathers the whole of {shown(tensor)} in each step",
+                help="the result is the unsharded model's; where it takes too long, compute it by elements, norms and "
+                "sums, which run on each rank's part, or in every n-th step",
+                severity=Severity.WARNING,
             )
+            warnings.warn(gathers.text, stacklevel=2)
     return whole_of(tensor)
 
 

@@ -107,10 +107,11 @@ class CallersStream:
             RandomnessError: the module is called by itself, or recomputed by an activation checkpoint of its own.
         """
         if not self._bodies:
-            raise RandomnessError(
-                f"TP119 randomness-mixed: {quoted(self._name)} draws random numbers for sharded values in some calls "
-                "and for replicated ones in others, and only the body that calls it knows which this call is"
-                "\n  help: put the activation checkpoint around that body, or use two modules"
+            raise RandomnessError.of(
+                "TP119",
+                f"{quoted(self._name)} draws random numbers for sharded values in some calls and for replicated ones "
+                "in others, and only the body that calls it knows which this call is",
+                help="put the activation checkpoint around that body, or use two modules",
             )
 
     def __exit__(
@@ -168,20 +169,22 @@ class MixedStreams:
         kind = self.draws[counter.count]
         counter.count += 1
         if kind == "split" and is_checkpointed(counter.frame):
-            raise RandomnessError(
-                f"TP119 randomness-mixed: the body of {quoted(self.name)} draws random numbers for sharded and for "
-                "replicated values, and checkpoints a part of itself, which would draw different numbers when it is "
-                "recomputed\n  help: put the activation checkpoint around the whole module"
+            raise RandomnessError.of(
+                "TP119",
+                f"the body of {quoted(self.name)} draws random numbers for sharded and for replicated values, and "
+                "checkpoints a part of itself, which would draw different numbers when it is recomputed",
+                help="put the activation checkpoint around the whole module",
             )
         return self._streams[kind]
 
     def _differs(self, often: str) -> RandomnessError:
         kinds = ", ".join("sharded" if kind == "split" else "replicated" for kind in self.draws)
-        return RandomnessError(
-            f"TP119 randomness-mixed: the body of {quoted(self.name)} draws random numbers {often} in this call "
-            f"instead of {len(self.draws)} times as in the example ({kinds}), so it isn't known which of them are for "
-            "sharded values\n  help: call `parallelize` with the dropouts' probabilities as they are in this "
-            "call, and with inputs that take the same path"
+        return RandomnessError.of(
+            "TP119",
+            f"the body of {quoted(self.name)} draws random numbers {often} in this call instead of {len(self.draws)} "
+            f"times as in the example ({kinds}), so it isn't known which of them are for sharded values",
+            help="call `parallelize` with the dropouts' probabilities as they are in this call, and with inputs that "
+            "take the same path",
         )
 
 

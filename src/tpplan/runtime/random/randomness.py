@@ -89,10 +89,11 @@ class ReplicatedRandomness:
             self._split.append(None)
             return
         if is_checkpointed(self._frames[0]):
-            raise RandomnessError(
-                "TP119 randomness-mixed: a body draws random numbers for sharded values, and checkpoints a part of "
-                "itself in which a module draws for replicated values, which would draw different numbers when it is "
-                "recomputed\n  help: put the activation checkpoint around the whole module"
+            raise RandomnessError.of(
+                "TP119",
+                "a body draws random numbers for sharded values, and checkpoints a part of itself in which a module "
+                "draws for replicated values, which would draw different numbers when it is recomputed",
+                help="put the activation checkpoint around the whole module",
             )
         self._split.append(_state_of(self._device))
         _restore(self._device, self._shared[0])

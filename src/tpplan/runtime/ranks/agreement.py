@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tpplan.compiler.emit.digest import Digest
-from tpplan.plan import CompileError, Diagnostic
+from tpplan.plan import CompileError
 from tpplan.runtime.ranks.board import exchange
 
 Exchanges = tuple[tuple[str, str], ...]
@@ -86,4 +86,4 @@ def _different(digests: Sequence[Digest | None], exchanges: Sequence[Exchanges])
 
 
 def _mismatch(message: str, note: str, way_out: str = _ALIKE) -> CompileError:
-    return CompileError([Diagnostic(code="TP116", message=message, help=way_out, notes=tuple(note.splitlines()))])
+    return CompileError.of("TP116", message, help=way_out, notes=note.splitlines())

@@ -67,9 +67,11 @@ def exchange(group: dist.ProcessGroup | None, what: str, held: Any) -> list[Any]
     other = next((rank for rank, (place, _) in enumerate(said) if place != what), None)
     if other is not None:
         elsewhere = f"rank {dist.get_process_group_ranks(group)[other]} is at {said[other][0]}"
-        raise LostRankError(
-            f"TP176 lost-rank: {what} failed, as {elsewhere}\n  help: let all ranks of the axis make the same calls in "
-            "the same order; TPPLAN_DEBUG=1 tells where they part"
+        raise LostRankError.of(
+            "TP176",
+            f"{what} failed, as {elsewhere}",
+            help="let all ranks of the axis make the same calls in the same order; TPPLAN_DEBUG=1 tells where they "
+            "part",
         )
     if has_left():  # all ranks are here, whatever was before
         _left.clear()
@@ -133,18 +135,15 @@ def lost(what: str, error: BaseException, group: dist.ProcessGroup | None) -> Lo
             reasons = told(group)
     came = "didn't come in time" if "imed out" in text or "imeout" in text else "stopped or left the step"
     if reasons:
-        help_ = "see the other ranks' logs, which have these errors whole"
+        way_out = "see the other ranks' logs, which have these errors whole"
     else:
-        help_ = (
+        way_out = (
             "look for the first error in the other ranks' logs; if there is none, a rank was killed, or makes calls "
             "that the others don't: a forward, or `full_tensor`, `save_weights`, `save_pretrained` or "
             "`get_model_state_dict` under `if rank == 0`. TPPLAN_DEBUG=1 tells where the ranks part"
         )
-    notes = [f"\n  note: rank {rank} {reason}" for rank, reason in reasons.items()]
-    return LostRankError(
-        f"TP176 lost-rank: {what} failed, as another rank of the axis {came}{''.join(notes)}\n  help: {help_}\n"
-        f"  note: {text}"
-    )
+    notes = [*(f"rank {rank} {reason}" for rank, reason in reasons.items()), text]
+    return LostRankError.of("TP176", f"{what} failed, as another rank of the axis {came}", help=way_out, notes=notes)
 
 
 def _topic(group: dist.ProcessGroup) -> str:

@@ -97,10 +97,13 @@ class LockstepCommunicator(ProcessGroupCommunicator):
             dist.all_gather_object(told, (what, tuple(facts)), group=self._meetings)
         other = next((rank for rank, (place, _) in enumerate(told) if place != told[0][0]), None)
         if other is not None:
-            raise WatchError(
-                f"TP177 out-of-step: the ranks of the axis do different things: rank 0 is at {told[0][0]}, and rank "
-                f"{other} at {told[other][0]}\n  help: let all ranks of the axis make the same calls in the same "
-                f"order, with nothing of them under `if rank == 0`\n  note: they last met before {calls.last}"
+            raise WatchError.of(
+                "TP177",
+                f"the ranks of the axis do different things: rank 0 is at {told[0][0]}, and rank {other} at "
+                f"{told[other][0]}",
+                help="let all ranks of the axis make the same calls in the same order, with nothing of them under "
+                "`if rank == 0`",
+                notes=[f"they last met before {calls.last}"],
             )
         calls.last = what
         return [held for _, held in told]
@@ -212,10 +215,11 @@ def ranks_of(group: dist.ProcessGroup) -> ProcessGroupCommunicator:
 
 def _other_counts(what: str, counted: Counter[str], expected: Counter[str]) -> WatchError:
     shown = [", ".join(f"{n} {k}" for k, n in sorted(held.items()) if n) or "none" for held in (counted, expected)]
-    return WatchError(
-        f"TP179 other-collectives: {what} ran other collectives than its program: {shown[0]}, and not {shown[1]}\n"
-        "  help: see `tpplan explain` for those of the program; hooks and code of your own that call modules once more "
-        "or leave some out, change them"
+    return WatchError.of(
+        "TP179",
+        f"{what} ran other collectives than its program: {shown[0]}, and not {shown[1]}",
+        help="see `tpplan explain` for those of the program; hooks and code of your own that call modules once more or "
+        "leave some out, change them",
     )
 
 

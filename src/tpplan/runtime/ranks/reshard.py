@@ -18,7 +18,7 @@ from tpplan.compat.autograd import native_apply
 from tpplan.compat.dynamo import is_traced
 from tpplan.compat.modes import has_dispatch_modes, without_keeping_modes
 from tpplan.compiler.ir.layout import LARGEST, Collective, Layout, Pack
-from tpplan.plan import TpplanError
+from tpplan.plan import Diagnostic, TpplanError
 from tpplan.runtime.ranks.communicator import Communicator, ProcessGroupCommunicator, of_backward
 from tpplan.runtime.ranks.segments import in_packs, in_ranks, padded, taken
 
@@ -35,25 +35,18 @@ class UnevenShardError(TpplanError):
 class SecondDerivativeError(TpplanError):
     """A backward of a sharded model is to be differentiated, by `create_graph=True` outside of its forward."""
 
-    def __str__(self) -> str:
-        """What to do instead."""
-        return (
-            "TP138 second-derivative: the backward of a sharded model was called with `create_graph=True`\n  help: "
+    def __init__(self) -> None:
+        """Say what to do instead."""
+        way_out = (
             "take the gradient with `torch.autograd.grad(…, create_graph=True)` in the model's forward, with respect "
             "to one of its inputs: it is then part of what is proved"
         )
+        message = "the backward of a sharded model was called with `create_graph=True`"
+        super().__init__([Diagnostic("TP138", message, help=way_out)])
 
 
 class TailError(TpplanError):
     """A call reads more of a split sequence's end than the proof of its kind."""
-
-    def __init__(self, read: int, proved: int) -> None:
-        """Of so many entries."""
-        super().__init__(
-            f"TP131 departed-call: the call reads the last {read} entries of a sequence that is split, where the proof "
-            f"of such calls reads the last {proved}\n  help: let how many are read be an argument of the call or an "
-            "attribute, and not follow from the sizes of tensors"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,14 +236,16 @@ def _flattened(move: Move, context: CallContext) -> Move:
     def moved(tensor: Tensor) -> Tensor:
         batch = context.latest()
         if batch is None:
-            raise UnevenShardError(
-                "TP118 uneven-sequence: a module whose sequence is flattened with the batch was called by itself\n"
-                "  help: call the whole model, whose inputs show the batch size"
+            raise UnevenShardError.of(
+                "TP118",
+                "a module whose sequence is flattened with the batch was called by itself",
+                help="call the whole model, whose inputs show the batch size",
             )
         if tensor.shape[0] % batch:
-            raise UnevenShardError(
-                f"TP118 uneven-sequence: {tensor.shape[0]} rows aren't a whole number of sequences for a batch of "
-                f"{batch}\n  help: call the model with its batch as the first dim of its first tensor"
+            raise UnevenShardError.of(
+                "TP118",
+                f"{tensor.shape[0]} rows aren't a whole number of sequences for a batch of {batch}",
+                help="call the model with its batch as the first dim of its first tensor",
             )
         return move(tensor.reshape(batch, -1, *tensor.shape[1:])).flatten(0, 1)
 
@@ -294,10 +289,11 @@ def _equal(dim: int, axis: Communicator) -> _Sharing:
 
     def even(tensor: Tensor) -> Tensor:
         if tensor.shape[dim] % axis.size:
-            raise UnevenShardError(
-                f"TP118 uneven-sequence: dim {dim} of a tensor of shape {tuple(tensor.shape)} can't be split over "
-                f"{axis.size} ranks\n  help: pad the sequence to a multiple of {axis.size}, or call the whole "
-                "model with tensors that show the length of the sequence"
+            raise UnevenShardError.of(
+                "TP118",
+                f"dim {dim} of a tensor of shape {tuple(tensor.shape)} can't be split over {axis.size} ranks",
+                help=f"pad the sequence to a multiple of {axis.size}, or call the whole model with tensors that show "
+                "the length of the sequence",
             )
         return tensor
 
@@ -317,10 +313,11 @@ def _fixed(dim: int, packs: tuple[Pack, ...], axis: Communicator) -> _Sharing:
 
     def expect(tensor: Tensor, count: int) -> None:
         if tensor.shape[dim] != count:
-            raise UnevenShardError(
-                f"TP118 uneven-sequence: dim {dim} of a tensor of shape {tuple(tensor.shape)} must have the "
-                f"example's size {count} to be split over {size} ranks\n  help: pass `inputs=` of the sizes that "
-                "calls have, or remove the rule that splits this dim"
+            raise UnevenShardError.of(
+                "TP118",
+                f"dim {dim} of a tensor of shape {tuple(tensor.shape)} must have the example's size {count} to be "
+                f"split over {size} ranks",
+                help="pass `inputs=` of the sizes that calls have, or remove the rule that splits this dim",
             )
 
     def part(tensor: Tensor) -> Tensor:
@@ -391,7 +388,13 @@ def _of_tails(source: Layout, target: Layout, backward: Collective, axis: Commun
 
     def cut(tensor: Tensor) -> Tensor:
         if tensor.shape[1] > source.tail:
-            raise TailError(tensor.shape[1], source.tail)
+            raise TailError.of(
+                "TP131",
+                f"the call reads the last {tensor.shape[1]} entries of a sequence that is split, where the proof of "
+                f"such calls reads the last {source.tail}",
+                help="let how many are read be an argument of the call or an attribute, and not follow from the sizes "
+                "of tensors",
+            )
         return tensor
 
     return cut, _move(backward, None, None, of_backward(axis))

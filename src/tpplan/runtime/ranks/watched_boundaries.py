@@ -111,9 +111,11 @@ class Checks:
             parts = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(texts))
             apart = f", which are {error:.2g} apart" if error else ""
             shown = f"`{path}` of {place}" if path else place
-            raise WatchError(
-                f"TP178 wrong-placement: {shown} should be {layout} and isn't: {parts}{apart}\n  help: let all ranks "
-                "of the axis have the same replicated parameters, buffers and random seeds; if they have, report it"
+            raise WatchError.of(
+                "TP178",
+                f"{shown} should be {layout} and isn't: {parts}{apart}",
+                help="let all ranks of the axis have the same replicated parameters, buffers and random seeds; if they "
+                "have, report it",
             )
 
 
