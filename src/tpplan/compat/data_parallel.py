@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-import sys
+import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,53 +25,68 @@ COMPOSED = frozenset((STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp
 
 
 @dataclass(frozen=True, slots=True)
-class PendingShards:
-    """What `fully_shard` or `replicate` was called for.
+class PendingUnit:
+    """Parameters that FSDP is about to cut, to gather and reduce them together.
 
     Attributes:
-        name: which of them.
+        name: what was called for them, `fully_shard` or `replicate`.
+        parameters: as they are before.
         mesh: the data-parallel ranks.
         reshards_to: over how many ranks parameters are cut after the forward, where that is a number of its own.
     """
 
     name: str
+    parameters: tuple[nn.Parameter, ...]
     mesh: DeviceMesh
     reshards_to: int | None
 
 
-def pending_fully_shard() -> PendingShards | None:
-    """The call of `fully_shard` or FSDP's `replicate` that is under way in this thread, before it changes parameters.
+_forming = threading.local()
 
-    Nothing that torch passes to a module at that time has the mesh, so it is taken from the caller.
+
+def follow_units(look: Callable[[PendingUnit], None]) -> Callable[[], None]:
+    """From now on, have `look` called before FSDP cuts parameters; if it raises, their modules are left without hooks.
+
+    Returns:
+        What ends that.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        info = frame.f_locals.get("mesh_info") if frame.f_code.co_name in ("fully_shard", "replicate") else None
-        if info is not None and isinstance(getattr(info, "mesh", None), DeviceMesh):
-            after: Any = frame.f_locals.get("post_forward_mesh_info")
-            number = None if after is None or after.mesh is info.mesh else int(after.shard_mesh_size)
-            return PendingShards(frame.f_code.co_name, info.mesh, number)
-        frame = frame.f_back
-    return None
+    group: Any = FSDPParamGroup
+    make: Callable[..., None] = group.__init__
+
+    @functools.wraps(make)
+    def watched(
+        unit: FSDPParamGroup, params: Any, modules: Any, mesh_info: Any, after: Any, *rest: Any, **options: Any
+    ) -> None:
+        name = "replicate" if "replicate" in vars(modules[0])[REGISTRY_KEY] else "fully_shard"
+        number = None if after is None or after.mesh is mesh_info.mesh else int(after.shard_mesh_size)
+        try:
+            look(PendingUnit(name, tuple(params), mesh_info.mesh, number))
+        except Exception:
+            _remove_hooks(modules[0])
+            raise
+        outer, _forming.unit = fsdp_unit(), unit
+        try:
+            make(unit, params, modules, mesh_info, after, *rest, **options)
+        finally:
+            _forming.unit = outer
+
+    def end() -> None:
+        group.__init__ = make
+
+    group.__init__ = watched
+    return end
 
 
 def fsdp_unit() -> object:
-    """The parameters that FSDP gathers and reduces together, while it sets one of them on a module; None if it doesn't.
-
-    A parameter doesn't lead there, so it is taken from the caller.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        held = frame.f_locals.get("self")
-        if isinstance(held, FSDPParamGroup):
-            return held
-        frame = frame.f_back
-    return None
+    """The parameters that FSDP gathers and reduces together, while it cuts them; None if it doesn't."""
+    return getattr(_forming, "unit", None)
 
 
-def is_of_fsdp(hook: object) -> bool:
-    """Whether `hook` is one that `fully_shard` or FSDP's `replicate` registers on a module."""
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard")
+def _remove_hooks(module: nn.Module) -> None:
+    for state in vars(module)[STATE_KEY].values():
+        for name in ("_pre_forward_hook_handle", "_post_forward_hook_handle"):
+            if hasattr(state, name):
+                getattr(state, name).remove()
 
 
 def is_localizer(hook: object) -> bool:
