@@ -33,6 +33,8 @@ class PendingUnit:
         parameters: as they are before.
         mesh: the data-parallel ranks.
         reshards_to: over how many ranks parameters are cut after the forward, where that is a number of its own.
+
+    For every torch.
     """
 
     name: str
@@ -49,6 +51,8 @@ def follow_units(look: Callable[[PendingUnit], None]) -> Callable[[], None]:
 
     Returns:
         What ends that.
+
+    For every torch.
     """
     group: Any = FSDPParamGroup
     make: Callable[..., None] = group.__init__
@@ -78,7 +82,10 @@ def follow_units(look: Callable[[PendingUnit], None]) -> Callable[[], None]:
 
 
 def fsdp_unit() -> object:
-    """The parameters that FSDP gathers and reduces together, while it cuts them; None if it doesn't."""
+    """The parameters that FSDP gathers and reduces together, while it cuts them; None if it doesn't.
+
+    For every torch.
+    """
     return getattr(_forming, "unit", None)
 
 
@@ -90,19 +97,22 @@ def _remove_hooks(module: nn.Module) -> None:
 
 
 def is_localizer(hook: object) -> bool:
-    """Whether `hook` is one by which torch's data parallelism takes DTensors apart before, and after, a forward."""
+    """Whether `hook` is one by which torch's data parallelism takes DTensors apart before, and after, a forward.
+
+    For every torch.
+    """
     return hook is _localize_dtensor or hook is _reconstruct_dtensor
 
 
 def is_localized(parameter: Tensor) -> bool:
-    """Whether torch's data parallelism has made it of a DTensor, to put it in that one's place."""
+    """Whether torch's data parallelism has made it of a DTensor, to put it in that one's place. For every torch."""
     return hasattr(parameter, "_st_info")
 
 
 def replicas_without_mesh(module: nn.Module) -> None:
     """Let torch's `replicate`, which was called for `module`, know its ranks as a group.
 
-    With a mesh, it would take DTensors apart.
+    With a mesh, it would take DTensors apart. For every torch.
     """
     states: Any = module.__dict__.get(STATE_KEY) or {}
     for state in states.values():
@@ -112,7 +122,7 @@ def replicas_without_mesh(module: nn.Module) -> None:
 
 
 class OwnReducer(DistributedDataParallel):
-    """A DistributedDataParallel whose gradients are averaged by `make_reducer`'s result."""
+    """A DistributedDataParallel whose gradients are averaged by `make_reducer`'s result. For every torch."""
 
     reducer: Any
     logger: Any
@@ -195,7 +205,10 @@ class _Idle:
 
 
 def refused_option(wrapper: OwnReducer) -> str | None:
-    """The option of a DistributedDataParallel that torch's reducer alone can serve, if one was chosen."""
+    """The option of a DistributedDataParallel that torch's reducer alone can serve, if one was chosen.
+
+    For every torch.
+    """
     options = {
         "mixed_precision": wrapper.mixed_precision is not None,
         "delay_all_reduce_named_params": bool(cast("Any", wrapper)._delay_all_reduce_params),
