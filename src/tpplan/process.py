@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from tpplan.runtime.data_parallel.replicas import follow_wrappers
+from tpplan.runtime.data_parallel.replicas import follow_wrappers, refuse_units
 from tpplan.runtime.data_parallel.stepping import step_on_parts
 from tpplan.runtime.parameters.packed_tensors import allow_in_files, watch_optimizers
 from tpplan.runtime.ranks.board import is_alone
@@ -54,6 +54,11 @@ CHANGES = (
         "a hook where nn.Modules register a child",
         "DistributedDataParallel around a sharded model averages its gradients",
         follow_wrappers,
+    ),
+    ProcessChange(
+        "the constructor of what FSDP calls a parameter group",
+        "ranks that are no replicas are refused before parameters change",
+        refuse_units,
     ),
     ProcessChange(
         "the classes that torch.load reads with `weights_only=True`",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import tpplan
 from tpplan.cli.main import main
-from tpplan.compat.fakes import is_built_for
+from tpplan.rehearsal.dry_run import is_built_for
 
 CUDA = torch.device("cuda")
 NEEDS_BUILD = pytest.mark.skipif(not is_built_for(CUDA), reason="needs a build of torch with CUDA, and no GPU")

@@ -6,6 +6,7 @@ Every check takes the folder of the package and returns its findings as `file:li
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -49,6 +50,7 @@ COMPAT_USERS = frozenset(
     {"bench", "calls", "parity", "suggest", "initialize", "checkpoint", "rehearsal", "runtime", "compiler", "kernels"}
     | {"ambience", "state", "ops"}
 )
+_FOR_VERSIONS = re.compile(r"\bFor (every torch|torch (before|since) 2\.\d+)\.$")
 # Operators are data: the underscore of `torch.ops.aten._softmax` is part of a name that a trace holds.
 OPERATOR_PREFIX = "torch.ops.aten."
 
@@ -181,6 +183,18 @@ def compat_outsiders(package: Path) -> list[str]:
         for source in sources(package)
         for name in source.imports
         if _layer_of(name.target) == COMPAT and source.layer not in COMPAT_USERS | {COMPAT}
+    ]
+
+
+def unversioned_compat(package: Path) -> list[str]:
+    """Public functions and classes of compat whose docstrings don't end with the versions of torch that need them."""
+    return [
+        source.at(node.lineno, f"the docstring of `{node.name}` doesn't end with `For every torch.` or the like")
+        for source in sources(package)
+        if source.layer == COMPAT
+        for node in source.tree.body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
+        if not _FOR_VERSIONS.search(ast.get_docstring(node) or "")
     ]
 
 

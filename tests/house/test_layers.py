@@ -17,6 +17,7 @@ CHECKS = (
     layers.upward_stages,
     layers.unknown_stages,
     layers.compat_outsiders,
+    layers.unversioned_compat,
     layers.report_outsiders,
     layers.suggest_outsiders,
     layers.private_torch_names,
@@ -53,6 +54,14 @@ def package(tmp_path):
         return tmp_path / "tpplan"
 
     return write
+
+
+@pytest.mark.parametrize("end", ["", " For every torch", " For torch before.", " For some torch."])
+def test_functions_of_compat_say_which_versions_of_torch_need_them(package, end):
+    code = 'def seen() -> None:\n    """See.{}"""\n\n\ndef _own() -> None: ...\n'
+    (finding,) = layers.unversioned_compat(package({"compat/a.py": code.format(end)}))
+    assert "`seen`" in finding
+    assert layers.unversioned_compat(package({"compat/a.py": code.format(" For torch since 2.13.")})) == []
 
 
 @pytest.mark.parametrize(

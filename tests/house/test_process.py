@@ -17,12 +17,14 @@ import sys, torch, accelerate, transformers.trainer
 import torch.optim.optimizer as steps
 from torch import nn
 from torch.nn.modules import module
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 OWNERS = (
     accelerate.Accelerator, accelerate.accelerator.ParallelismConfig, accelerate.accelerator.AcceleratedOptimizer,
     accelerate.accelerator.AcceleratedScheduler, transformers.trainer.Trainer, DTensor, torch.Tensor, nn.Module,
     nn.Parameter, nn.parallel.DistributedDataParallel, torch.optim.Optimizer, torch.optim.AdamW,
+    FSDPParamGroup,
 )
 
 def tables():
@@ -88,6 +90,7 @@ with fake_process_group(2):
     made()
     first = changed(before)
     print([name for name in first if name.startswith(("Accelerator.", "Trainer."))] != [])
+    print("FSDPParamGroup.__init__" in first)
     print([name for name in first if "." not in name])
     print(len(tpplan.process_changes()))
     made()
@@ -103,4 +106,4 @@ with fake_process_group(2):
     print(changed(before))
 """
     listed = ["_global_module_registration_hooks", "_global_optimizer_pre_hooks", "meta_path", "safe"]
-    assert run(script) == ["True", str(listed), "5", "True", "[] 0", "True", "[]"]
+    assert run(script) == ["True", "True", str(listed), "6", "True", "[] 0", "True", "[]"]

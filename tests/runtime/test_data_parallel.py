@@ -111,6 +111,7 @@ MISTAKES: dict[str, tuple[str, Mistake]] = {
     "cut over everything": ("TP170", lambda m, mesh: fully_shard(m, mesh=of_all("dp"))),
     "HSDP over the parts": ("TP170", lambda m, mesh: fully_shard(m, mesh=mesh)),
     "a list over the parts": ("TP170", lambda m, mesh: fully_shard([*m.children()], mesh=mesh["tp"])),
+    "more, over the parts": ("TP170", lambda m, mesh: fully_shard(nn.Sequential(m, nn.Linear(8, 8)), mesh=mesh["tp"])),
     "replicas of the parts": ("TP170", lambda m, mesh: replicate_by_fsdp(m, mesh["tp"])),
     "averaged over the parts": ("TP170", lambda m, mesh: DistributedDataParallel(m, device_mesh=mesh["tp"])),
     "averaged over everything": ("TP170", lambda m, mesh: DistributedDataParallel(m)),
@@ -149,6 +150,7 @@ def test_a_refusal_leaves_the_model_as_it_was(mesh: DeviceMesh) -> None:
     with pytest.raises(tpplan.DataParallelError):
         fully_shard(model.up, mesh=mesh["tp"])  # pyright: ignore
     assert all(len(parameter.placements) == 1 for parameter in model.parameters())  # pyright: ignore
+    assert not model.up._forward_pre_hooks and not model.up._forward_hooks  # pyright: ignore
 
 
 def test_what_was_made_data_parallel_before_is_refused(mesh: DeviceMesh) -> None:

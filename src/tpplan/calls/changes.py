@@ -16,11 +16,12 @@ from operator import attrgetter
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.prune import BasePruningMethod
 
 from tpplan.calls.call_errors import UnprovedCallError
 from tpplan.calls.held import Held, LeanedOn
 from tpplan.calls.module_hooks import Hooks
-from tpplan.compat.modules import computed_weights, is_pruning, own_buffers, own_modules, own_parameters
+from tpplan.compat.modules import computed_weights, own_buffers, own_modules, own_parameters
 from tpplan.compat.tensors import geometry_of
 from tpplan.parity.tree import modules_in
 from tpplan.runtime.modules import contents
@@ -307,7 +308,9 @@ def _changed_late(message: str, way_out: str = _EARLIER) -> UnprovedCallError:
 
 def _way_out(module: nn.Module) -> str:
     """The help for a module to which something was added."""
-    pruned = next((leaf for leaf, hook in computed_weights(module).items() if is_pruning(hook)), None)
+    pruned = next(
+        (leaf for leaf, hook in computed_weights(module).items() if isinstance(hook, BasePruningMethod)), None
+    )
     if pruned is not None:
         return (
             "change the stock model before `parallelize`; or let go of the mask, by "

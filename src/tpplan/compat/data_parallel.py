@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-import sys
+import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,69 +25,94 @@ COMPOSED = frozenset((STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp
 
 
 @dataclass(frozen=True, slots=True)
-class PendingShards:
-    """What `fully_shard` or `replicate` was called for.
+class PendingUnit:
+    """Parameters that FSDP is about to cut, to gather and reduce them together.
 
     Attributes:
-        name: which of them.
+        name: what was called for them, `fully_shard` or `replicate`.
+        parameters: as they are before.
         mesh: the data-parallel ranks.
         reshards_to: over how many ranks parameters are cut after the forward, where that is a number of its own.
+
+    For every torch.
     """
 
     name: str
+    parameters: tuple[nn.Parameter, ...]
     mesh: DeviceMesh
     reshards_to: int | None
 
 
-def pending_fully_shard() -> PendingShards | None:
-    """The call of `fully_shard` or FSDP's `replicate` that is under way in this thread, before it changes parameters.
+_forming = threading.local()
 
-    Nothing that torch passes to a module at that time has the mesh, so it is taken from the caller.
+
+def follow_units(look: Callable[[PendingUnit], None]) -> Callable[[], None]:
+    """From now on, have `look` called before FSDP cuts parameters; if it raises, their modules are left without hooks.
+
+    Returns:
+        What ends that.
+
+    For every torch.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        info = frame.f_locals.get("mesh_info") if frame.f_code.co_name in ("fully_shard", "replicate") else None
-        if info is not None and isinstance(getattr(info, "mesh", None), DeviceMesh):
-            after: Any = frame.f_locals.get("post_forward_mesh_info")
-            number = None if after is None or after.mesh is info.mesh else int(after.shard_mesh_size)
-            return PendingShards(frame.f_code.co_name, info.mesh, number)
-        frame = frame.f_back
-    return None
+    group: Any = FSDPParamGroup
+    make: Callable[..., None] = group.__init__
+
+    @functools.wraps(make)
+    def watched(
+        unit: FSDPParamGroup, params: Any, modules: Any, mesh_info: Any, after: Any, *rest: Any, **options: Any
+    ) -> None:
+        name = "replicate" if "replicate" in vars(modules[0])[REGISTRY_KEY] else "fully_shard"
+        number = None if after is None or after.mesh is mesh_info.mesh else int(after.shard_mesh_size)
+        try:
+            look(PendingUnit(name, tuple(params), mesh_info.mesh, number))
+        except Exception:
+            _remove_hooks(modules[0])
+            raise
+        outer, _forming.unit = fsdp_unit(), unit
+        try:
+            make(unit, params, modules, mesh_info, after, *rest, **options)
+        finally:
+            _forming.unit = outer
+
+    def end() -> None:
+        group.__init__ = make
+
+    group.__init__ = watched
+    return end
 
 
 def fsdp_unit() -> object:
-    """The parameters that FSDP gathers and reduces together, while it sets one of them on a module; None if it doesn't.
+    """The parameters that FSDP gathers and reduces together, while it cuts them; None if it doesn't.
 
-    A parameter doesn't lead there, so it is taken from the caller.
+    For every torch.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        held = frame.f_locals.get("self")
-        if isinstance(held, FSDPParamGroup):
-            return held
-        frame = frame.f_back
-    return None
+    return getattr(_forming, "unit", None)
 
 
-def is_of_fsdp(hook: object) -> bool:
-    """Whether `hook` is one that `fully_shard` or FSDP's `replicate` registers on a module."""
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard")
+def _remove_hooks(module: nn.Module) -> None:
+    for state in vars(module)[STATE_KEY].values():
+        for name in ("_pre_forward_hook_handle", "_post_forward_hook_handle"):
+            if hasattr(state, name):
+                getattr(state, name).remove()
 
 
 def is_localizer(hook: object) -> bool:
-    """Whether `hook` is one by which torch's data parallelism takes DTensors apart before, and after, a forward."""
+    """Whether `hook` is one by which torch's data parallelism takes DTensors apart before, and after, a forward.
+
+    For every torch.
+    """
     return hook is _localize_dtensor or hook is _reconstruct_dtensor
 
 
 def is_localized(parameter: Tensor) -> bool:
-    """Whether torch's data parallelism has made it of a DTensor, to put it in that one's place."""
+    """Whether torch's data parallelism has made it of a DTensor, to put it in that one's place. For every torch."""
     return hasattr(parameter, "_st_info")
 
 
 def replicas_without_mesh(module: nn.Module) -> None:
     """Let torch's `replicate`, which was called for `module`, know its ranks as a group.
 
-    With a mesh, it would take DTensors apart.
+    With a mesh, it would take DTensors apart. For every torch.
     """
     states: Any = module.__dict__.get(STATE_KEY) or {}
     for state in states.values():
@@ -96,7 +122,7 @@ def replicas_without_mesh(module: nn.Module) -> None:
 
 
 class OwnReducer(DistributedDataParallel):
-    """A DistributedDataParallel whose gradients are averaged by `make_reducer`'s result."""
+    """A DistributedDataParallel whose gradients are averaged by `make_reducer`'s result. For every torch."""
 
     reducer: Any
     logger: Any
@@ -179,7 +205,10 @@ class _Idle:
 
 
 def refused_option(wrapper: OwnReducer) -> str | None:
-    """The option of a DistributedDataParallel that torch's reducer alone can serve, if one was chosen."""
+    """The option of a DistributedDataParallel that torch's reducer alone can serve, if one was chosen.
+
+    For every torch.
+    """
     options = {
         "mixed_precision": wrapper.mixed_precision is not None,
         "delay_all_reduce_named_params": bool(cast("Any", wrapper)._delay_all_reduce_params),

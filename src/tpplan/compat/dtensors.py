@@ -24,14 +24,14 @@ from tpplan.compat.tensors import _DATA, _GRADIENT
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The local shard inside a DTensor, without autograd and without a copy."""
+    """The local shard inside a DTensor, without autograd and without a copy. For every torch."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # pyright: ignore
 
 
 def local_of_one_axis(tensor: Tensor) -> Tensor | None:
     """The local shard inside a plain DTensor on a mesh of one axis; None for anything else.
 
-    Without a property or a call on the way, since each decoded token asks for every parameter.
+    Without a property or a call on the way, since each decoded token asks for every parameter. For every torch.
     """
     if type(tensor) is DTensor and len(tensor._spec.placements) == 1:  # pyright: ignore
         return tensor._local_tensor  # pyright: ignore
@@ -39,13 +39,16 @@ def local_of_one_axis(tensor: Tensor) -> Tensor | None:
 
 
 def new_distributed_tensor(local: Tensor, like: DTensor) -> DTensor:
-    """A DTensor around `local` with `like`'s mesh, placements and global geometry; no autograd, no communication."""
+    """A DTensor around `local` with `like`'s mesh, placements and global geometry; no autograd, no communication.
+
+    For every torch.
+    """
     # DTensor's own __init__ does nothing, at two thirds of the cost.
     return DTensor.__new__(DTensor, local, like._spec, requires_grad=False)  # pyright: ignore
 
 
 def lie_alike(one: DTensor, other: DTensor) -> bool:
-    """Whether a rank holds the same part of both."""
+    """Whether a rank holds the same part of both. For every torch."""
     ours, theirs = one._spec, other._spec  # pyright: ignore
     if ours is theirs:
         return True
@@ -53,7 +56,10 @@ def lie_alike(one: DTensor, other: DTensor) -> bool:
 
 
 def like_distributed(local: Tensor, like: DTensor) -> DTensor:
-    """A DTensor of `like`'s class and geometry around `local`, whose dtype it has; no autograd, no communication."""
+    """A DTensor of `like`'s class and geometry around `local`, whose dtype it has; no autograd, no communication.
+
+    For every torch.
+    """
     if isinstance(like, OwnTensor):
         return like.like(local)
     if local.dtype == like.dtype:
@@ -75,7 +81,7 @@ class OwnPlacement(Partial):
     """A placement whose numbers tpplan puts together by itself.
 
     To DTensor's code it is a sum over the ranks, each of which has a part of its own: `distribute_tensor` asks it for
-    that part, and whatever DTensor doesn't compute on parts, it computes on the whole.
+    that part, and whatever DTensor doesn't compute on parts, it computes on the whole. For every torch.
     """
 
     def __init__(self) -> None:
@@ -108,7 +114,10 @@ class OwnPlacement(Partial):
 
 
 def as_in_mode_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """A block whose tensors are inference tensors if `tensor` is one; views of others are none in inference mode."""
+    """A block whose tensors are inference tensors if `tensor` is one; views of others are none in inference mode.
+
+    For every torch.
+    """
     is_other = torch.is_inference_mode_enabled() and not tensor.is_inference()
     return torch.inference_mode(False) if is_other else nullcontext()
 
@@ -125,7 +134,7 @@ class _OfSubclasses(TorchDispatchMode):
 
 
 class OwnTensor(DTensor):
-    """A DTensor whose operations tpplan runs by itself, in `dispatched`."""
+    """A DTensor whose operations tpplan runs by itself, in `dispatched`. For every torch."""
 
     __slots__ = ()
 
@@ -228,7 +237,7 @@ class OwnTensor(DTensor):
 
 
 def placed_anew(tensor: DTensor, kind: type[DTensor], placements: Sequence[Placement]) -> None:
-    """Make `tensor` one of class `kind` with these placements, in place; its local tensor stays."""
+    """Make `tensor` one of class `kind` with these placements, in place; its local tensor stays. For every torch."""
     spec = tensor._spec  # pyright: ignore
     if tuple(placements) != spec.placements:
         tensor._spec = DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)  # pyright: ignore
@@ -238,7 +247,10 @@ def placed_anew(tensor: DTensor, kind: type[DTensor], placements: Sequence[Place
 def made_dtensor(
     kind: type[DTensor], local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> Any:
-    """A DTensor of class `kind` around `local`, contiguous as a whole; no autograd, no communication."""
+    """A DTensor of class `kind` around `local`, contiguous as a whole; no autograd, no communication.
+
+    For every torch.
+    """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     meta = TensorMeta(torch.Size(shape), tuple(strides), local.dtype)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
@@ -246,5 +258,5 @@ def made_dtensor(
 
 
 def make_gradient(local: Tensor, like: Tensor) -> Tensor:
-    """What `like.grad` may be set to, around `local`; no autograd, no communication."""
+    """What `like.grad` may be set to, around `local`; no autograd, no communication. For every torch."""
     return like_distributed(local, like) if isinstance(like, DTensor) else local

@@ -37,14 +37,20 @@ set_compiler: Callable[[object], object] = _eval_frame.set_eval_frame
 
 
 def skip_frame(function: Callable[..., Any], called: bool = False) -> None:
-    """Have Dynamo run the frames of `function` as they are; it still compiles those that they call, unless `called`."""
+    """Have Dynamo run the frames of `function` as they are; it still compiles those that they call, unless `called`.
+
+    For every torch.
+    """
     action = _eval_frame._FrameAction
     strategy = _eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if called else action.DEFAULT)
     _eval_frame.set_code_exec_strategy(cast("Any", function).__code__, strategy)
 
 
 def count_as_compiled() -> None:
-    """Let a call with `fullgraph=True` pass that has run no compiled frame for a reason of ours."""
+    """Let a call with `fullgraph=True` pass that has run no compiled frame for a reason of ours.
+
+    For torch since 2.13.
+    """
     count: Callable[[int], int] | None = getattr(_eval_frame, "set_fullgraph_compiled_frame_count", None)
     if count is not None and count(-1) >= 0:  # somebody counts, and only a counter that is off can be set
         count(1)
@@ -91,6 +97,7 @@ def nothing_compiled() -> Generator[None]:
     """A block in which what `torch.compile` has returned runs as it was before.
 
     That is asked for where somebody can have compiled something: it takes seconds to import what compiles.
+    For every torch.
     """
     if {"torch._dynamo", "torch.nn.attention.flex_attention"}.isdisjoint(sys.modules) or is_traced():
         yield
@@ -100,23 +107,29 @@ def nothing_compiled() -> Generator[None]:
 
 
 def graph_break(reason: str) -> None:
-    """In code that Dynamo reads: run the call that leads here as it is."""
+    """In code that Dynamo reads: run the call that leads here as it is. For every torch."""
     torch._dynamo.graph_break(msg=reason)  # pyright: ignore
 
 
 def take_as_constant(function: Callable[..., Any]) -> None:
-    """Have Dynamo call `function` as it is, and put its result into the graph; torch's decorator imports Dynamo."""
+    """Have Dynamo call `function` as it is, and put its result into the graph; torch's decorator imports Dynamo.
+
+    For every torch.
+    """
     cast("Any", function)._dynamo_marked_constant = True
 
 
 def uncompiled(model: Any) -> Any:
-    """The module inside of what `torch.compile(model)` returns, if it is that; else `model` itself."""
+    """The module inside of what `torch.compile(model)` returns, if it is that; else `model` itself. For every torch."""
     frames = sys.modules.get("torch._dynamo.eval_frame")  # which takes a second to import
     return model._orig_mod if frames is not None and isinstance(model, frames.OptimizedModule) else model
 
 
 def compiled_inside(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """The modules inside of a model that `torch.compile` has returned, with their owner and their name there."""
+    """The modules inside of a model that `torch.compile` has returned, with their owner and their name there.
+
+    For every torch.
+    """
     return [
         (owner, name, child)
         for _, owner in named_modules(model)
@@ -126,21 +139,24 @@ def compiled_inside(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
 
 
 def compiles(model: nn.Module) -> bool:
-    """Whether the caller, or modules of a model, are compiled, rather than functions that its bodies call."""
+    """Whether the caller, or modules of a model, are compiled, rather than functions that its bodies call.
+
+    For every torch.
+    """
     held = (module.__dict__.get(COMPILED_CALL) for _, module in named_modules(model))
     own = any(hasattr(call, "_torchdynamo_orig_callable") for call in held)
     return own or active_compiler() is not None or bool(compiled_inside(model))
 
 
 def read_anew(compiled: Any) -> None:
-    """Let a module that `torch.compile` has returned see that its module has become another one."""
+    """Let a module that `torch.compile` has returned see that its module has become another one. For every torch."""
     compiled._initialize()
 
 
 def runs_as_written(func: OpOverload, inside: bool = False) -> bool:
     """Whether an operator of another library has a kernel for any device, and no derivative: it is what that calls.
 
-    `inside` of such a kernel torch doesn't take its own operators apart, so that these count as well.
+    `inside` of such a kernel torch doesn't take its own operators apart, so that these count as well. For every torch.
     """
     name = func.name()
     has = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -155,7 +171,10 @@ def runs_as_written(func: OpOverload, inside: bool = False) -> bool:
 
 
 def run_as_written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the kernel of an operator of which `runs_as_written` holds, so that modes see what it calls."""
+    """Call the kernel of an operator of which `runs_as_written` holds, so that modes see what it calls.
+
+    For every torch.
+    """
     implicit = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     keys = torch._C.DispatchKey
     return func._op_dk(keys.CompositeImplicitAutograd if implicit else keys.CompositeExplicitAutograd, *args, **kwargs)

@@ -12,19 +12,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 
 def fake_tensors() -> AbstractContextManager[object]:
-    """A block in which tensors are made without numbers, on whatever device they say that they lie on."""
+    """A block in which tensors are made without numbers, on whatever device they say that they lie on.
+
+    For every torch.
+    """
     return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def is_built_for(device: torch.device) -> bool:
-    """Whether this build of torch knows such devices, whether or not there is one."""
-    accelerator = torch.accelerator.current_accelerator(check_available=False)
-    return device.type == "cpu" or (accelerator is not None and accelerator.type == device.type)
-
-
-def has_device(device: torch.device) -> bool:
-    """Whether there is such a device."""
-    return is_built_for(device) and (device.type == "cpu" or torch.accelerator.is_available())
 
 
 NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
@@ -32,7 +24,10 @@ NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def fake_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> Any:
-    """What the forward of a module on `meta` would return for such arguments on `device`, under autocast as well."""
+    """What the forward of a module on `meta` would return for such arguments on `device`, under autocast as well.
+
+    For every torch.
+    """
 
     class Forward(nn.Module):
         """Runs the forward, without the hooks around it."""

@@ -19,7 +19,10 @@ FLEX_ATTENTION: Any = flex_attention
 
 
 def flex_function(function: Callable[..., Tensor], arguments: Sequence[Tensor]) -> Tensor:
-    """What `flex_attention` makes of one score by a function of the user's, which may index tensors by tensors."""
+    """What `flex_attention` makes of one score by a function of the user's, which may index tensors by tensors.
+
+    For every torch.
+    """
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # it takes seconds
 
     with TransformGetItemToIndex():
@@ -29,7 +32,7 @@ def flex_function(function: Callable[..., Tensor], arguments: Sequence[Tensor]) 
 def run_flex_attention(args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Call the operator where nothing else is compiled.
 
-    As it is written it holds all scores in memory, and what its functions read gets no gradient.
+    As it is written it holds all scores in memory, and what its functions read gets no gradient. For every torch.
     """
     from torch._dynamo.exc import BackendCompilerFailed  # it takes a second
 
@@ -54,5 +57,5 @@ def _compiled_flex_attention(fused: bool) -> Callable[..., Any]:
 
 
 def flex_strides(made: Tensor, query: Tensor) -> Tensor:
-    """A result of `flex_attention`, which lies in memory as its queries do."""
+    """A result of `flex_attention`, which lies in memory as its queries do. For every torch."""
     return _permute_strides(made, query.stride())

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
-from torch import nn, overrides
+from torch import overrides
 from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +31,7 @@ __all__ = [
 class RecordingMode(TorchDispatchMode):
     """A dispatch mode without the guard that keeps torch.compile out of it.
 
-    That guard takes longer than a dispatch, and nothing is compiled while a model is recorded.
+    That guard takes longer than a dispatch, and nothing is compiled while a model is recorded. For every torch.
     """
 
     @classmethod
@@ -46,6 +46,7 @@ class Unwatched:
     """A block whose torch calls on plain tensors no dispatch mode and no function mode sees.
 
     A mode that lets a call pass costs twice what the call does, and a function mode sees even `.shape`.
+    For every torch.
     """
 
     __slots__ = ("_dispatch", "_function")
@@ -67,13 +68,13 @@ class Unwatched:
 
 
 def is_profiled() -> bool:
-    """Whether a profiler runs in this thread."""
+    """Whether a profiler runs in this thread. For every torch."""
     return torch.autograd._profiler_enabled()  # pyright: ignore
 
 
 @contextmanager
 def without_profiler() -> Generator[None]:
-    """A block of which a profiler that runs in this thread notes nothing."""
+    """A block of which a profiler that runs in this thread notes nothing. For every torch."""
     if not is_profiled():
         yield
         return
@@ -96,7 +97,7 @@ def without_inference_kernels() -> Generator[None]:
     """A block in which torch's encoder layers and attention compute in evaluation by what they compute in training.
 
     Their kernels for inference take whole weights, and `nn.TransformerEncoder` packs padded sequences for them. The
-    setting is the process's: several threads may be in such blocks.
+    setting is the process's: several threads may be in such blocks. For every torch.
     """
     with _blocks_lock:
         _blocks[0] += 1
@@ -112,25 +113,23 @@ def without_inference_kernels() -> Generator[None]:
                 torch.backends.mha.set_fastpath_enabled(bool(_blocks.pop()))
 
 
-def has_inference_kernels(module: nn.Module) -> bool:
-    """Whether it is a module to which `without_inference_kernels` applies."""
-    return isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention))
-
-
 def without_dispatch_modes() -> AbstractContextManager[Any]:
-    """A block outside of all dispatch modes that are active."""
+    """A block outside of all dispatch modes that are active. For every torch."""
     from torch.utils import _python_dispatch
 
     return cast("AbstractContextManager[Any]", _python_dispatch._disable_current_modes())
 
 
 def function_modes() -> list[Any]:
-    """The function modes that see a call, the innermost last."""
+    """The function modes that see a call, the innermost last. For every torch."""
     return overrides._get_current_function_mode_stack()
 
 
 def dispatch_modes() -> list[Any]:
-    """The dispatch modes that see an operation, the innermost last; without those that torch itself is built on."""
+    """The dispatch modes that see an operation, the innermost last; without those that torch itself is built on.
+
+    For every torch.
+    """
     from torch.utils import _python_dispatch
 
     return [mode for mode in _python_dispatch._get_current_dispatch_mode_stack() if not _is_of_torch(mode)]
@@ -142,7 +141,7 @@ def _is_of_torch(mode: Any) -> bool:
 
 @contextmanager
 def under_function_modes(modes: Iterable[Any] = ()) -> Generator[None]:
-    """A block under these function modes in place of those that are active."""
+    """A block under these function modes in place of those that are active. For every torch."""
     before = function_modes()
     _set_function_modes(modes)
     try:
@@ -160,7 +159,7 @@ def _set_function_modes(modes: Iterable[Any]) -> None:
 
 @contextmanager
 def under_dispatch_modes(modes: Iterable[Any] = ()) -> Generator[None]:
-    """A block under these dispatch modes in place of those of `dispatch_modes`."""
+    """A block under these dispatch modes in place of those of `dispatch_modes`. For every torch."""
     before = dispatch_modes()
     _set_dispatch_modes(modes)
     try:
@@ -179,22 +178,22 @@ def _set_dispatch_modes(modes: Iterable[Any]) -> None:
 
 
 def has_function_mode() -> bool:
-    """Whether a mode looks at the functions of torch that are called."""
+    """Whether a mode looks at the functions of torch that are called. For every torch."""
     return overrides._get_current_function_mode() is not None  # pyright: ignore
 
 
 def without_function_modes() -> AbstractContextManager[Any]:
-    """A block whose calls no function mode sees."""
+    """A block whose calls no function mode sees. For every torch."""
     return cast("AbstractContextManager[Any]", torch._C.DisableTorchFunction())
 
 
 def innermost_function_mode() -> Any:
-    """The function mode that sees a call first; None if there is none."""
+    """The function mode that sees a call first; None if there is none. For every torch."""
     return overrides._get_current_function_mode()
 
 
 def innermost_mode() -> TorchDispatchMode | None:
-    """The dispatch mode that sees an operation first."""
+    """The dispatch mode that sees an operation first. For every torch."""
     from torch.utils import _python_dispatch
 
     return _python_dispatch._get_current_dispatch_mode()
@@ -205,12 +204,15 @@ has_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # py
 
 
 def has_modes() -> bool:
-    """Whether function or dispatch modes see what runs."""
+    """Whether function or dispatch modes see what runs. For every torch."""
     return torch._C._is_torch_function_mode_enabled() or has_dispatch_modes() > 0  # pyright: ignore
 
 
 def without_keeping_modes() -> AbstractContextManager[Any]:
-    """A block that no mode sees which keeps what operations return, as a selective activation checkpoint's do."""
+    """A block that no mode sees which keeps what operations return, as a selective activation checkpoint's do.
+
+    For every torch.
+    """
     from torch.utils import _python_dispatch
     from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
@@ -223,5 +225,5 @@ def without_keeping_modes() -> AbstractContextManager[Any]:
 
 
 def is_jit_traced() -> bool:
-    """Whether `torch.jit.trace` records what runs."""
+    """Whether `torch.jit.trace` records what runs. For every torch."""
     return cast("Any", torch._C)._get_tracing_state() is not None

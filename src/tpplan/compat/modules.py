@@ -16,7 +16,10 @@ from torch.nn.utils.prune import BasePruningMethod
 
 
 def named_modules(model: nn.Module, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
-    """As `model.named_modules`, whose types torch leaves open, in time that doesn't grow with the depth."""
+    """As `model.named_modules`, whose types torch leaves open, in time that doesn't grow with the depth.
+
+    For every torch.
+    """
     found: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
 
@@ -34,19 +37,19 @@ def named_modules(model: nn.Module, remove_duplicate: bool = True) -> list[tuple
 
 
 def computed_weights(module: nn.Module) -> dict[str, object]:
-    """The tensors that hooks before a forward compute, as torch's pruning and old weight norm do, with their hook."""
+    """The tensors that hooks before a forward compute, as torch's pruning and old weight norm do, with their hook.
+
+    For every torch.
+    """
     hooks = cast("dict[int, object]", module._forward_pre_hooks).values()
-    names = {getattr(hook, "_tensor_name" if is_pruning(hook) else "name", None): hook for hook in hooks}
+    names = {
+        getattr(hook, "_tensor_name" if isinstance(hook, BasePruningMethod) else "name", None): hook for hook in hooks
+    }
     return {
         name: hook
         for name, hook in names.items()
         if isinstance(name, str) and name not in module._parameters and hasattr(module, name)
     }
-
-
-def is_pruning(hook: object) -> bool:
-    """Whether a hook is that of `torch.nn.utils.prune`, which multiplies a parameter by its mask before a forward."""
-    return isinstance(hook, BasePruningMethod)
 
 
 FUSED_WEIGHT_NORM: Callable[..., Tensor] = torch._weight_norm  # pyright: ignore[reportPrivateImportUsage]
@@ -57,12 +60,15 @@ PARAMETRIZATIONS = "parametrizations"
 
 
 def parametrized_tensors(module: nn.Module) -> dict[str, Sequence[nn.Module]]:
-    """The tensors of a module that torch's parametrizations compute whenever they're read, with the steps of each."""
+    """The tensors of a module that torch's parametrizations compute whenever they're read, with the steps of each.
+
+    For every torch.
+    """
     return dict(cast("Any", module).parametrizations) if is_parametrized(module) else {}
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The table that holds a module's own parameters, by name."""
+    """The table that holds a module's own parameters, by name. For every torch."""
     return module._parameters
 
 
@@ -71,22 +77,22 @@ WEIGHTS_LISTED = "_flat_weights"
 
 
 def weights_to_list(module: nn.RNNBase) -> list[Tensor | None]:
-    """What is in that list."""
+    """What is in that list. For every torch."""
     return [own_parameters(module).get(name) for name in cast("list[str]", module._flat_weights_names)]
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """The table that holds a module's own buffers, by name."""
+    """The table that holds a module's own buffers, by name. For every torch."""
     return module._buffers
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The table that holds a module's children, by name."""
+    """The table that holds a module's children, by name. For every torch."""
     return module._modules
 
 
 def kept_buffers(module: nn.Module) -> Callable[[], None]:
-    """How to put the buffers of a module and of those inside back to what they hold."""
+    """How to put the buffers of a module and of those inside back to what they hold. For every torch."""
     kept = [(buffer, buffer._version, buffer.detach().clone()) for buffer in module.buffers()]
 
     def restore() -> None:
@@ -103,19 +109,22 @@ BATCH_NORM_FORWARD = _BatchNorm.forward.__code__
 
 
 def transient_buffers(module: nn.Module) -> set[str]:
-    """The names of a module's own buffers that aren't in its state_dict."""
+    """The names of a module's own buffers that aren't in its state_dict. For every torch."""
     return module._non_persistent_buffers_set
 
 
 def derive_class(held: object, members: dict[str, object]) -> None:
-    """Give an object of our own, such as a module of a skeleton, a class with these members, derived from its own."""
+    """Give an object of our own, such as a module of a skeleton, a class with these members, derived from its own.
+
+    For every torch.
+    """
     kind: type[object] = held.__class__
     held.__class__ = type(kind.__name__, (kind,), members | {"__module__": kind.__module__})
 
 
 @contextmanager
 def without_cached_weights() -> Generator[None]:
-    """A block outside of `parametrize.cached()`, which keeps what is computed of parameters."""
+    """A block outside of `parametrize.cached()`, which keeps what is computed of parameters. For every torch."""
     module: Any = parametrize
     before = module._cache_enabled, module._cache
     module._cache_enabled, module._cache = 0, {}
@@ -126,5 +135,5 @@ def without_cached_weights() -> Generator[None]:
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source to its target, in one call."""
+    """Copy each source to its target, in one call. For every torch."""
     torch._foreach_copy_(targets, sources)  # pyright: ignore

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import sys
 
-_SHAPES_ALONE = frozenset(("_forward_metadata_inference", "_shape_inference"))
+_SHAPES_ALONE = frozenset(("_forward_metadata_inference", "_shape_inference"))  # since torch 2.13, and before
 
 
 def wants_shapes_alone() -> bool:
-    """Whether torch's pipelining calls a stage on memory that holds anything, to learn the shapes of its results."""
+    """Whether torch's pipelining calls a stage on memory that holds anything, to learn the shapes of its results.
+
+    For every torch.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code

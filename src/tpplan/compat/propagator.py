@@ -28,7 +28,10 @@ from tpplan.compat.schemas import _VIEWS
 
 @dataclass(frozen=True, slots=True)
 class OperatorMeta:
-    """A tensor operand of a propagation query: its global geometry and its placement on the one axis."""
+    """A tensor operand of a propagation query: its global geometry and its placement on the one axis.
+
+    For every torch.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -41,6 +44,7 @@ def fake_mesh(size: int, rank: int = 0, axis: str = "tp") -> DeviceMesh:
     """A one-axis mesh of `size` ranks, seen from `rank`, that needs no process group; it can't communicate.
 
     DTensor remembers what it works out for a mesh by the mesh's content, to which the axis's name belongs.
+    For every torch.
     """
     with without_dispatch_modes(), without_function_modes():  # such as a caller's default device
         return DeviceMesh("cpu", torch.arange(size), mesh_dim_names=(axis,), _init_backend=False, _rank=rank)
@@ -74,7 +78,10 @@ class _Same:
 
 
 class NoRule(Exception):
-    """DTensor has no sharding rule for the operator, or its rule refused these placements; the text says which."""
+    """DTensor has no sharding rule for the operator, or its rule refused these placements; the text says which.
+
+    For every torch.
+    """
 
 
 def propagate(
@@ -84,10 +91,11 @@ def propagate(
 
     Tensor operands are `OperatorMeta`; anything else is passed through. Returns one placement for each tensor result,
     or None where the propagator would first have to move an operand. Raises `NoRule` where it has no answer.
+    For every torch.
     """
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     rules = tuple(
-        _Same(getattr(propagator, table, {}).get(operator))
+        _Same(getattr(propagator, table).get(operator))
         for table in ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
     )
     question = (operator, tuple(arguments), tuple(keywords.items()), size)
@@ -110,7 +118,7 @@ def _asked(question: _Question) -> tuple[Placement | None, ...] | NoRule | None:
     operator, arguments, keywords, size = question
     mesh = fake_mesh(size)
     propagator = DTensor._op_dispatcher.sharding_propagator
-    single_dim: Mapping[OpOverload, Any] = getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {})
+    single_dim = propagator.op_to_schema_info_for_single_dim_strategy
     schema = OpSchema(
         operator,
         tuple(_to_spec(mesh, a) for a in arguments),
@@ -191,14 +199,17 @@ def register_sharding(operator: OpOverload, rule: Callable[..., Any]) -> None:
     """As torch's `register_sharding`, with every argument but the first counted when results are looked up again.
 
     By itself torch remembers a rule's answer by the tensors and by what follows the first integer: which of several
-    optional tensors was None is forgotten.
+    optional tensors was None is forgotten. For every torch.
     """
     _register_sharding(operator)(rule)
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[operator] = RuntimeSchemaInfo(static_argnum=1)
 
 
 def given_sharding(operator: OpOverload) -> Callable[..., Any] | None:
-    """The function that somebody gave to torch's `register_sharding` for an operator; None if nobody did."""
+    """The function that somebody gave to torch's `register_sharding` for an operator; None if nobody did.
+
+    For every torch.
+    """
     strategy: Any = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs.get(operator)
     of_torch = isinstance(strategy, functools.partial) and strategy.func.__qualname__.startswith("register_sharding.")
     return strategy.args[0] if of_torch else None
@@ -209,7 +220,7 @@ def acceptable_shardings(
 ) -> list[tuple[list[Placement | None], list[Placement | None]]]:
     """Ask a function for `register_sharding` as torch does: the placements of results and of operands, way by way.
 
-    Tensor operands are `OperatorMeta`; anything else is passed through.
+    Tensor operands are `OperatorMeta`; anything else is passed through. For every torch.
     """
 
     def spec(operand: Any) -> Any:

@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def without_tensor_classes() -> AbstractContextManager[Any]:
-    """A block whose calls no class of tensors sees."""
+    """A block whose calls no class of tensors sees. For every torch."""
     return cast("AbstractContextManager[Any]", torch._C.DisableTorchFunctionSubclass())
 
 
 def wrapper_like(kind: type[Any], shown: Tensor, device: torch.device) -> Any:
-    """A tensor of class `kind` without memory, of the geometry of `shown`, on `device`."""
+    """A tensor of class `kind` without memory, of the geometry of `shown`, on `device`. For every torch."""
     geometry = {"strides": shown.stride(), "storage_offset": shown.storage_offset(), "dtype": shown.dtype}
     return Tensor._make_wrapper_subclass(kind, shown.shape, device=device, **geometry)  # pyright: ignore
 
@@ -36,13 +36,19 @@ def made_wrapper(
     device: torch.device,
     stride: Sequence[int] | None = None,
 ) -> Tensor:
-    """A tensor of a class of its own without numbers of its own, made without the class's constructor."""
+    """A tensor of a class of its own without numbers of its own, made without the class's constructor.
+
+    For every torch.
+    """
     strides = None if stride is None else tuple(stride)
     return Tensor._make_wrapper_subclass(kind, tuple(shape), strides=strides, dtype=dtype, device=device)  # pyright: ignore
 
 
 def takes_apart(tensor: Tensor) -> bool:
-    """Whether torch can take a tensor apart into others, as it can one of quantised numbers; DTensors don't count."""
+    """Whether torch can take a tensor apart into others, as it can one of quantised numbers; DTensors don't count.
+
+    For every torch.
+    """
     return not isinstance(tensor, DTensor) and is_traceable_wrapper_subclass(tensor)
 
 
@@ -61,7 +67,7 @@ _AS_ANY_CLASS = frozenset(
 def computes_otherwise(kind: type[Tensor]) -> bool:
     """Whether a class of tensors says itself what operations on its tensors compute, or what their methods do.
 
-    A fake tensor computes what a plain one does, without its numbers.
+    A fake tensor computes what a plain one does, without its numbers. For every torch.
     """
     known = (Tensor, nn.Parameter, nn.Buffer, DTensor)
     if kind in known or f"{kind.__module__}.{kind.__name__}" == "torch._subclasses.fake_tensor.FakeTensor":

@@ -23,6 +23,8 @@ class SizeSymbols(ShapeEnv):
 
     Attributes:
         where: the line to name for conditions, in place of the one that is running.
+
+    For every torch.
     """
 
     def __init__(self, line: Callable[[], str]) -> None:
@@ -54,31 +56,23 @@ class SizeSymbols(ShapeEnv):
 
 
 def expression_of(number: Any) -> Any:
-    """What a size, or a number made of sizes, is in terms of symbols; a plain number of what is one."""
+    """What a size, or a number made of sizes, is in terms of symbols; a plain number of what is one.
+
+    For every torch.
+    """
     return cast("Any", number).node.expr if isinstance(number, SYMBOLIC) else number
 
 
 def given_expression(number: Any) -> Any:
-    """As `expression_of`, before conditions have made numbers of symbols."""
+    """As `expression_of`, before conditions have made numbers of symbols. For every torch."""
     return cast("Any", number).node._expr if isinstance(number, SYMBOLIC) else number
 
 
 def hint_of(number: Any) -> Any:
-    """The value of a size in the example; no condition is made of it."""
+    """The value of a size in the example; no condition is made of it. For every torch."""
     return cast("Any", number).node.hint if isinstance(number, SYMBOLIC) else number
 
 
-def balanced(condition: Any) -> Any:
-    """A comparison of sizes without terms that count negatively: they go to the other side."""
-    if not isinstance(condition, sympy.core.relational.Relational):
-        return condition
-    left, right = cast("tuple[Any, Any]", condition.args)
-    terms: Any = sympy.Add.make_args(left - right)
-    lacking = [term for term in terms if term.could_extract_minus_sign()]
-    sides = (sympy.Add(*(term for term in terms if term not in lacking)), sympy.Add(*(-term for term in lacking)))
-    return cast("Any", condition).func(*sides, evaluate=False)
-
-
 def as_python(expression: Any) -> str:
-    """An expression over symbols as Python, of their names."""
+    """An expression over symbols as Python, of their names. For every torch."""
     return PythonPrinter().doprint(expression) if isinstance(expression, sympy.Basic) else repr(expression)

@@ -16,7 +16,7 @@ READ_VERSION: Any = cast("Any", Tensor)._version.__get__
 
 
 def storage_key(tensor: Tensor) -> int:
-    """What tells a tensor's memory from all other memory, while it is alive."""
+    """What tells a tensor's memory from all other memory, while it is alive. For every torch."""
     functorch: Any = cast("Any", torch._C)._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
@@ -24,12 +24,12 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def buffer_versions(module: nn.Module) -> list[int]:
-    """How often each buffer of a module and of those inside was written to."""
+    """How often each buffer of a module and of those inside was written to. For every torch."""
     return [buffer._version for buffer in module.buffers()]
 
 
 def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> Sequence[Tensor]:
-    """The norm of each of several tensors, computed in `dtype`."""
+    """The norm of each of several tensors, computed in `dtype`. For every torch."""
     return cast("Any", torch)._foreach_norm(list(tensors), order, dtype=dtype) if tensors else ()
 
 
@@ -40,49 +40,52 @@ _GRADIENT: Any = Tensor.grad
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """`parameter.grad`; of one that lies as its parameter without a call of Python's."""
+    """`parameter.grad`; of one that lies as its parameter without a call of Python's. For every torch."""
     held = _GRADIENT.__get__(parameter)
     return held if held is None or type(held) is type(parameter) else parameter.grad
 
 
 def use_count(tensor: Tensor) -> int:
-    """How many hold a tensor: Python, its views, and the graph of autograd that ends in it."""
+    """How many hold a tensor: Python, its views, and the graph of autograd that ends in it. For every torch."""
     return tensor._use_count()  # pyright: ignore
 
 
 def base_of(held: object) -> Tensor | None:
-    """The tensor of which an object is a view; None if it is no view."""
+    """The tensor of which an object is a view; None if it is no view. For every torch."""
     return held._base if issubclass(type(held), Tensor) else None  # pyright: ignore
 
 
 def name_tensor(tensor: DTensor, name: str) -> None:
-    """Let a DTensor, and what has its geometry and dtype, be known by a name."""
+    """Let a DTensor, and what has its geometry and dtype, be known by a name. For every torch."""
     tensor._spec = copy.copy(tensor._spec)  # FSDP's have one for all that lie alike  # pyright: ignore
     tensor._spec.__dict__["tpplan_name"] = name  # pyright: ignore
 
 
 def geometry_of(tensors: Iterable[DTensor]) -> list[Any]:
-    """How DTensors lie, to be compared: quickly where nothing was changed."""
+    """How DTensors lie, to be compared: quickly where nothing was changed. For every torch."""
     return [tensor._spec for tensor in tensors]  # pyright: ignore
 
 
 def name_alike(tensor: DTensor, named: DTensor) -> None:
-    """Let a DTensor that lies as another one does be known by its name."""
+    """Let a DTensor that lies as another one does be known by its name. For every torch."""
     name = name_of(named)
     if name is not None and name_of(tensor) is None:
         name_tensor(tensor, name)
 
 
 def mark_gathered(tensor: DTensor) -> None:
-    """Let a DTensor, which has a name, and what has its geometry and dtype, be known as FSDP's for a forward."""
+    """Let a DTensor, which has a name, and what has its geometry and dtype, be known as FSDP's for a forward.
+
+    For every torch.
+    """
     tensor._spec.__dict__["tpplan_gathered"] = True  # pyright: ignore
 
 
 def is_gathered(tensor: DTensor) -> bool:
-    """Whether a DTensor is what FSDP has gathered for a forward."""
+    """Whether a DTensor is what FSDP has gathered for a forward. For every torch."""
     return "tpplan_gathered" in tensor._spec.__dict__  # pyright: ignore
 
 
 def name_of(tensor: DTensor) -> str | None:
-    """The name by which a DTensor, or that of which it has the geometry, is known."""
+    """The name by which a DTensor, or that of which it has the geometry, is known. For every torch."""
     return tensor._spec.__dict__.get("tpplan_name")  # pyright: ignore

@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat.symbols import SYMBOLIC, SizeSymbols, as_python, balanced, expression_of, given_expression, hint_of
+from tpplan.compat.symbols import SYMBOLIC, SizeSymbols, as_python, expression_of, given_expression, hint_of
 from tpplan.compiler.check import local_run
 from tpplan.compiler.check.same_steps import CheckInput, Mismatch
 from tpplan.compiler.ir.layout import REPLICATED, Layout
@@ -34,7 +34,7 @@ from tpplan.compiler.ir.trace import Frame, Operation, Path, Trace, Value
 from tpplan.compiler.trace.capture import BodyError, Capture, record
 from tpplan.compiler.trace.signatures import argument_names
 from tpplan.compiler.trace.skeleton import make_skeleton
-from tpplan.compiler.trace.symbolic import Results, SymbolicRecorder, fix, symbols
+from tpplan.compiler.trace.symbolic import Results, SymbolicRecorder, balanced, fix, symbols
 from tpplan.ops.dim_map import is_sized
 from tpplan.ops.registry import lookup
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tpplan.ambience import ambience
 from tpplan.compat.dtensors import OwnTensor
 from tpplan.compat.dynamo import nothing_compiled
-from tpplan.compat.fakes import NEEDS_NUMBERS, fake_tensors, has_device, is_built_for
+from tpplan.compat.fakes import NEEDS_NUMBERS, fake_tensors
 from tpplan.compat.modes import TorchDispatchMode
 from tpplan.compat.trees import flattened_tree, rebuilt_tree
 from tpplan.compiler.ir.pytree import with_tensors
@@ -72,6 +72,17 @@ def dry_run(
                 finding = _of_stock(model, compiled, example, device) or cannot_run(error, rank, skeleton)
                 raise CompileError([finding]) from error
     return []
+
+
+def is_built_for(device: torch.device) -> bool:
+    """Whether this build of torch knows such devices, whether or not there is one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=False)
+    return device.type == "cpu" or (accelerator is not None and accelerator.type == device.type)
+
+
+def has_device(device: torch.device) -> bool:
+    """Whether there is such a device."""
+    return is_built_for(device) and (device.type == "cpu" or torch.accelerator.is_available())
 
 
 _Example = tuple[Sequence[Any], Mapping[str, Any], Sequence[str]]

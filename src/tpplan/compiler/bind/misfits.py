@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
 
-from tpplan.compat.modules import computed_weights, is_pruning, named_modules, own_parameters, parametrized_tensors
+from tpplan.compat.modules import computed_weights, named_modules, own_parameters, parametrized_tensors
 from tpplan.compiler.bind.linear import is_convolution, is_grouped_convolution, linear_form
 from tpplan.compiler.bind.recurrent_layers import is_recurrent, obstacle
 from tpplan.compiler.bind.tables import is_table
@@ -65,7 +66,7 @@ def _computed_weight(module: nn.Module, name: str, rule: Rule) -> Diagnostic | N
         return None
     kind = type(hook).__name__
     remove = f"`torch.nn.utils.{_REMOVED_BY[kind]}({_last(name)})`" if kind in _REMOVED_BY else "removing the hook"
-    if is_pruning(hook):
+    if isinstance(hook, BasePruningMethod):
         remove = (
             f'`torch.nn.utils.prune.remove({_last(name)}, "{leaf}")`; or keep the mask in a parametrization, which '
             "multiplies each rank's part"

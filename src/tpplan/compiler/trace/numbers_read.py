@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tpplan.compat.schemas import OpOverload, sizes_by_numbers
+from tpplan.compat.schemas import OpOverload
 from tpplan.compiler.ir.locations import Location, location_now
 from tpplan.compiler.ir.observations import ReadNumbers
 from tpplan.compiler.ir.trace import Operation
@@ -135,7 +135,7 @@ class NumberObserver(Observer):
         if func is EQUAL and all(value in known for value in values):
             one, other = map(self.read, operands)
             return bool(torch.equal(one, other))
-        if not sizes_by_numbers(func):
+        if torch.Tag.dynamic_output_shape not in func.tags:
             return None
         if func is NONZERO and not known.has_room(operands[0].numel() * operands[0].dim() * 8):
             return self._count(operands[0], values[0])

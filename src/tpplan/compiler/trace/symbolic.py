@@ -195,6 +195,17 @@ def fix(held: Any) -> None:
         float(held)
 
 
+def balanced(condition: Any) -> Any:
+    """A comparison of sizes without terms that count negatively: they go to the other side."""
+    if not isinstance(condition, sympy.core.relational.Relational):
+        return condition
+    left, right = cast("tuple[Any, Any]", condition.args)
+    terms: Any = sympy.Add.make_args(left - right)
+    lacking = [term for term in terms if term.could_extract_minus_sign()]
+    sides = (sympy.Add(*(term for term in terms if term not in lacking)), sympy.Add(*(-term for term in lacking)))
+    return cast("Any", condition).func(*sides, evaluate=False)
+
+
 def _asked_by_user() -> bool:
     return not _is_internal(sys._getframe(2).f_code.co_filename)  # pyright: ignore[reportPrivateUsage]
 
@@ -216,4 +227,4 @@ def _line() -> str:
     return ""
 
 
-__all__ = ["Results", "SymbolicRecorder", "fix", "symbols"]
+__all__ = ["Results", "SymbolicRecorder", "balanced", "fix", "symbols"]

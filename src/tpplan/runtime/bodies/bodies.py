@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat.modes import has_inference_kernels
 from tpplan.compiler.ir.layout import PARTIAL, Collective, Layout
 from tpplan.compiler.ir.program import Boundary, KernelUse, ModuleProgram, ParameterPlacement, Program, Reshard
 from tpplan.compiler.ir.trace import quoted
@@ -48,6 +47,9 @@ from tpplan.runtime.random.randomness import SplitRandomness
 from tpplan.runtime.ranks.communicator import Communicator, placed
 from tpplan.runtime.ranks.lockstep import LockstepCommunicator
 from tpplan.runtime.ranks.reshard import CallContext, Move, make_reshard
+
+# For inference, these have kernels of torch's own.
+_WITH_KERNELS = nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +160,7 @@ def prepare(
             bias=None if left else own.get("bias"),
             table=_table(spec, placements, axis),
             fused=fused.get(spec.name),
-            infers=is_root and any(map(has_inference_kernels, modules.values())),
+            infers=is_root and any(isinstance(held, _WITH_KERNELS) for held in modules.values()),
         )
         local = tuple((a.name, a.on(axis.rank)) for a in spec.local_attributes)
         found.append(Prepared(module, spec.style, runtime, local))

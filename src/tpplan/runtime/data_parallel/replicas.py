@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from tpplan.compat.data_parallel import OwnReducer, pending_fully_shard, refused_option
+from tpplan.compat.data_parallel import OwnReducer, PendingUnit, follow_units, refused_option
 from tpplan.compiler.ir.pytree import children
 from tpplan.runtime.data_parallel.averaging import MEBIBYTE, Averager, DataParallelError, equalise
 
@@ -133,18 +133,18 @@ def _listed(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(ranks)))
 
 
-def look_at_composition(module: nn.Module) -> None:
-    """Called when torch's `fully_shard` or `replicate` registers its hooks on a module, before it changes anything.
+def refuse_units() -> Callable[[], None]:
+    """From now on, refuse what torch's `fully_shard` and `replicate` would get wrong, or fail at, with DTensors.
 
-    Raises:
-        DataParallelError: what it was asked for would be wrong, or would fail later.
+    They raise a DataParallelError before a parameter has changed. Returns what ends that.
     """
-    pending = pending_fully_shard()
-    if pending is None:
-        return
+    return follow_units(_refuse_unit)
+
+
+def _refuse_unit(pending: PendingUnit) -> None:
     mesh = pending.mesh
     ranks = cast("list[int]", cast("Any", mesh.mesh).flatten().tolist())
-    uncut = [p for p in module.parameters() if isinstance(p, DTensor) and p.device_mesh.ndim == 1]
+    uncut = [p for p in pending.parameters if isinstance(p, DTensor) and p.device_mesh.ndim == 1]
     refuse_other_parts(uncut, ranks, f"`{pending.name}`", _AXIS[1])
     if mesh.mesh_dim_names is None and uncut:
         raise DataParallelError.of(
@@ -158,4 +158,4 @@ def look_at_composition(module: nn.Module) -> None:
         raise DataParallelError.of("TP172", message, help="pass True or False")
 
 
-__all__ = ["follow_wrappers", "look_at_composition", "refuse_other_parts"]
+__all__ = ["follow_wrappers", "refuse_other_parts", "refuse_units"]

@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from tpplan.compat.data_parallel import fsdp_unit, is_localized, is_localizer, is_of_fsdp, replicas_without_mesh
+from tpplan.compat.data_parallel import fsdp_unit, is_localized, is_localizer, replicas_without_mesh
 from tpplan.compat.dtensors import local_of
 from tpplan.compat.dynamo import COMPILED_CALL
 from tpplan.compat.modules import own_parameters
 from tpplan.compat.tensors import is_gathered, mark_gathered, name_alike
 from tpplan.runtime.around.onlookers import Onlookers
-from tpplan.runtime.data_parallel.replicas import look_at_composition
 from tpplan.runtime.parameters.sharded_tensors import REPLACED, ShardedTensor
 
 if TYPE_CHECKING:
@@ -162,8 +161,6 @@ class Watched(nn.Module):
         """Register a hook, and note it."""
         if is_localizer(hook):
             return RemovableHandle(OrderedDict())
-        if is_of_fsdp(hook):
-            look_at_composition(self)
         return _noted(self, super().register_forward_pre_hook(hook, **options))
 
     def register_full_backward_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
