@@ -64,8 +64,8 @@ def test_where_nothing_can_be_sharded_the_first_cause_is_told() -> None:
     assert re.search(r"layers\.\d\.grn` needs its result whole: .*convnextv2\.py:\d+", reason)
 
 
-def test_there_is_a_row_for_every_model() -> None:
-    assert [*read_rows()] == [*ARCHITECTURES, *SUBJECTS]
+def test_there_is_a_row_for_whatever_is_tried_by_default() -> None:
+    assert not {*ARCHITECTURES, *QUICK_SUBJECTS} - read_rows().keys()
 
 
 def test_the_page_and_the_file_are_of_the_same_rows() -> None:

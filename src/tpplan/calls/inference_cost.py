@@ -39,7 +39,7 @@ from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.cost.traffic import Traffic, module_traffic
 from tpplan.plan import CompileError, Plan, TpplanError
-from tpplan.rehearsal.rehearse import ShapeCommunicator, cannot_run, lowered_on_shapes
+from tpplan.rehearsal.rehearse import ShapeCommunicator, cannot_run, lowered_on_shapes, naming_failures
 from tpplan.report.inference_tables import Inference, Kept, KeptTensor
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -176,14 +176,20 @@ class _Prompt:
         try:
             device = torch.device(program.device)
             settings = CaptureSettings(model.training, taken, device, picking=compiled.picking)
-            with on_shapes(model, settings, Forgetful), torch.no_grad(), meter, FusedAttention():
+            with (
+                naming_failures(model),
+                on_shapes(model, settings, Forgetful),
+                torch.no_grad(),
+                meter,
+                FusedAttention(),
+            ):
                 result = model(*arguments, **keywords)
         except TpplanError:
             raise
         except Exception as error:
             if rank is None:
                 raise
-            raise CompileError([cannot_run(error, rank, model)]) from error
+            raise CompileError([cannot_run(error, rank)]) from error
         finally:
             around.restore()
         passed = {id(tensor) for held in before if (tensor := held()) is not None}

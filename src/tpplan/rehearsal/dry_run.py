@@ -27,7 +27,14 @@ from tpplan.compiler.trace.signatures import argument_names
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.plan import CompileError, Diagnostic, Severity, TpplanError
-from tpplan.rehearsal.rehearse import cannot_run, differentiate, kinds_of_ranks, like_on, lowered_on_shapes
+from tpplan.rehearsal.rehearse import (
+    cannot_run,
+    differentiate,
+    kinds_of_ranks,
+    like_on,
+    lowered_on_shapes,
+    naming_failures,
+)
 
 
 @ambience()
@@ -69,7 +76,7 @@ def dry_run(
             except NEEDS_NUMBERS:
                 return [_note("it reads the numbers of a tensor", "nothing is wrong; run it on such a device", device)]
             except Exception as error:
-                finding = _of_stock(model, compiled, example, device) or cannot_run(error, rank, skeleton)
+                finding = _of_stock(model, compiled, example, device) or cannot_run(error, rank)
                 raise CompileError([finding]) from error
     return []
 
@@ -91,7 +98,7 @@ _Example = tuple[Sequence[Any], Mapping[str, Any], Sequence[str]]
 def _run(model: nn.Module, example: _Example, device: torch.device) -> None:
     around = Surroundings(model)
     try:
-        with _FromMeta(device):
+        with naming_failures(model), _FromMeta(device):
             call = with_tensors(*example, like_on(device))
             result = model(*call[0], **call[1])
             if has_device(device):
@@ -112,7 +119,7 @@ def _of_stock(model: nn.Module, compiled: Compiled, example: _Example, device: t
             message=f"the unsharded model can't run on `{device.type}` either: {type(error).__name__}"
             f"{': ' + text[0] if text else ''}",
             help="let the line make what it needs on the device of the tensors beside it: `device=x.device`",
-            notes=cannot_run(error, 0, skeleton).notes,
+            notes=cannot_run(error, 0).notes,
         )
     return None
 

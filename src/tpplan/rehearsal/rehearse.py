@@ -10,10 +10,13 @@ changes shapes alone. Calls that are equal to one that was run are left out.
 
 from __future__ import annotations
 
+import functools
+import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
@@ -117,6 +120,9 @@ class _ShapeDistributor(MeshDistributor):
         return torch.empty_like(local, device=self.device) if local.is_meta else local
 
 
+_FAILED = "_tpplan_failed"  # of an error, the module whose forward raised it
+
+
 class Rehearsed(NamedTuple):
     """The collectives of one rank: those that ran, and those that the program predicts for the calls that ran."""
 
@@ -168,7 +174,7 @@ def _rehearse(model: nn.Module, compiled: Compiled, example: _Call, names: Seque
     except TpplanError:
         raise
     except Exception as error:
-        raise CompileError([cannot_run(error, rank, skeleton)]) from error
+        raise CompileError([cannot_run(error, rank)]) from error
     finally:
         around.restore()
     return Rehearsed(axis.counts, _predicted(program, standing))
@@ -200,7 +206,7 @@ def _differentiated(model: nn.Module, compiled: Compiled, example: _Call, names:
     taken = frozenset(a.location for a in compiled.assumptions if a.taken and a.location is not None)
     device, values = torch.device(compiled.program.device), compiled.facts is not None
     settings = CaptureSettings(model.training, taken, device, values=values, picking=compiled.picking)
-    with on_shapes(model, settings) as recorder:
+    with naming_failures(model), on_shapes(model, settings) as recorder:
         tell_inputs(recorder, example, call, names)
         with without_packing():
             result = model(*call[0], **call[1])
@@ -217,12 +223,30 @@ def _differentiable(model: nn.Module, compiled: Compiled, example: _Call, names:
     return _differentiated(skeleton, compiled, example, names) is None
 
 
-def cannot_run(error: Exception, rank: int, model: nn.Module) -> Diagnostic:
+@contextmanager
+def naming_failures(model: nn.Module) -> Generator[None]:
+    """A block in which what a forward raises keeps the name of the innermost module, for `cannot_run`."""
+    handles = [
+        module.register_forward_hook(functools.partial(_note_failure, name), always_call=True)
+        for name, module in named_modules(model)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _note_failure(name: str, *_: object) -> None:
+    error = sys.exc_info()[1]
+    if error is not None:
+        vars(error).setdefault(_FAILED, name)
+
+
+def cannot_run(error: Exception, rank: int) -> Diagnostic:
     """What the model's own code couldn't do with what a rank holds: TP136."""
-    names = {id(module): name for name, module in named_modules(model)}
-    at = where = ""
+    at, where = "", vars(error).get(_FAILED, "")
     for frame, line in traceback.walk_tb(error.__traceback__):
-        where = names.get(id(frame.f_locals.get("self")), where)
         file = frame.f_code.co_filename
         if not file.startswith(_LIBRARIES) and (not file.startswith(_STANDARD) or "site-packages" in file):
             at = f"in {quoted(where)}, at {file}:{line}"
@@ -335,5 +359,6 @@ __all__ = [
     "kinds_of_ranks",
     "like_on",
     "lowered_on_shapes",
+    "naming_failures",
     "rehearse",
 ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 import traceback
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from tpplan.compiler.ir.trace import quoted
 from tpplan.compiler.trace.capture import CALLING, BodyError, ReplacedModuleError
 from tpplan.compiler.trace.counts import RowCount
 from tpplan.compiler.trace.left_state import LeftStateError
-from tpplan.compiler.trace.recorder import Recorder
+from tpplan.compiler.trace.recorder import REFUSED, Recorder
 from tpplan.compiler.trace.unfollowed import DataDependentError, PackedSequencesError, UnfollowedError
 from tpplan.plan import CompileError, Diagnostic, TpplanError
 
@@ -159,20 +158,21 @@ def models_own(error: BaseException | None) -> Exception | None:
     ours = asked is None and last.co_filename.startswith(PACKAGE) and last is not CALLING
     if ours or _told(cause, "") is not None:
         return None
-    told = cause if asked is None else _by_numbers(asked.f_locals, cause)
+    told = _by_numbers(cause)
     told.add_note(_SHOWN)
     return told.with_traceback(cause.__traceback__)
 
 
-def _by_numbers(call: Mapping[str, Any], error: Exception) -> Exception:
+def _by_numbers(error: Exception) -> Exception:
     """What an operation raises for numbers: of shapes alone, torch complains in other words here and there."""
-    held = (call["args"], call["keywords"])
-    if sum(math.prod(tensor.shape) for _, tensor in tensors_in(held)) > _FEW:
+    func, args, keywords = vars(error).get(REFUSED, (None, (), {}))
+    held = args, keywords
+    if func is None or sum(math.prod(tensor.shape) for _, tensor in tensors_in(held)) > _FEW:
         return error
     try:
         with without_dispatch_modes(), without_function_modes(), torch.no_grad():
             args, keywords = with_items(held, _with_numbers)
-            call["func"](*args, **keywords)
+            func(*args, **keywords)
     except Exception as told:
         return told if type(told) is type(error) else error
     return error

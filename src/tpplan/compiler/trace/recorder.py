@@ -51,6 +51,9 @@ from tpplan.compiler.trace.unfollowed import UnfollowedError
 from tpplan.ops.issued import ALIAS, BAG, FROZEN_BAG, NONZERO, NUMBER, TO_COPY, UNIQUE
 from tpplan.ops.registry import WITHOUT_GRADIENT, has_role, lookup
 
+REFUSED = "_tpplan_refused"
+"""The attribute of what an operation raises that has the operation, its arguments and its keywords."""
+
 
 class Recorder(RunTape):
     """Records operations and values; see the module's docstring.
@@ -215,7 +218,11 @@ class Recorder(RunTape):
         arguments = tuple([self.refer(argument) for argument in args])
         named = {name: self.refer(argument) for name, argument in keywords.items() if name != "device"}
         written, view, detached, kept = _traits(func)
-        result, made = self._run(func, args, keywords, memoise=not written and not view)
+        try:
+            result, made = self._run(func, args, keywords, memoise=not written and not view)
+        except Exception as error:
+            vars(error).setdefault(REFUSED, (func, args, keywords))
+            raise
         known, numbers = self.numbers.known, None
         if known is not None and not kept:
             held = dict(zip(map(id, operands), inputs, strict=True))
@@ -324,4 +331,4 @@ def _is_meta_device(device: object) -> bool:
     return device is not None and torch.device(device).type == "meta"  # pyright: ignore[reportArgumentType]
 
 
-__all__ = ["Recorder"]
+__all__ = ["REFUSED", "Recorder"]

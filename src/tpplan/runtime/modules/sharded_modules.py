@@ -32,7 +32,7 @@ from tpplan.runtime.modules.writes import WRITES, Watched, Writes, stock_class
 from tpplan.runtime.parameters.copying import here_only
 from tpplan.runtime.parameters.handed_out import HandedOut
 from tpplan.runtime.ranks.communicator import ProcessGroupCommunicator
-from tpplan.runtime.ranks.faults import leave
+from tpplan.runtime.ranks.faults import LostRankError, leave, name_forward
 
 _ATTEMPTS = 8  # each by another program, as a body that is noisy may take another path each time
 
@@ -72,6 +72,11 @@ class ShardedModule(Watched):
                     result = self._body(runtime, args, kwargs)
             if runtime.kept:
                 runtime.keep()
+        except LostRankError as error:
+            writes: Writes | None = self.__dict__.get(WRITES)
+            if writes is not None and writes.outside is not None:
+                name_forward(error, writes.outside(self).name)
+            raise
         finally:
             for owner, name, _ in (*runtime.reads, *runtime.parts) if runtime.parts else runtime.reads:
                 owner.__dict__.pop(name, None)

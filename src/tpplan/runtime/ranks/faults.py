@@ -6,16 +6,13 @@ rank 0   RuntimeError: Connection closed by peer   ->   TP176, with the place an
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tpplan.compat.autograd import runs_backward
 from tpplan.compat.process_groups import group_timeout
@@ -31,19 +28,14 @@ def lost_rank(what: str, error: BaseException, group: dist.ProcessGroup | None =
         error: what the process group raised.
         group: the ranks, where they are known to leave a reason.
     """
-    return board.lost(f"{what}{', in a backward' if runs_backward() else _where()}", error, group)
+    return board.lost(f"{what}{', in a backward' if runs_backward() else ''}", error, group)
 
 
-def _where() -> str:
-    """The module whose forward is under way, in words."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        module = frame.f_locals.get("self")
-        writes: Any = vars(module).get("_tpplan_writes") if isinstance(module, nn.Module) else None
-        if writes is not None and writes.outside is not None and writes.forwards:
-            return f", in `{writes.outside(module).name or 'the model'}`"
-        frame = frame.f_back
-    return ""
+def name_forward(error: LostRankError, module: str) -> None:
+    """Name the module whose forward a collective failed in; of several, the first that is told, the innermost."""
+    what, failed, rest = str(error).partition(" failed, as ")
+    if ", in " not in what:
+        error.args = (f"{what}, in {f'`{module}`' if module else 'the model'}{failed}{rest}",)
 
 
 @contextmanager
@@ -99,4 +91,4 @@ def _shown(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-__all__ = ["LostRankError", "leave", "lost_rank", "naming_ranks", "tell_of_exits"]
+__all__ = ["LostRankError", "leave", "lost_rank", "name_forward", "naming_ranks", "tell_of_exits"]
