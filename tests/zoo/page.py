@@ -131,9 +131,9 @@ def page(rows: Mapping[str, Row]) -> str:
     few = sorted((held.share, name) for name, held in rows.items() if held.share < _LEAST)
     lines += [f"## Less than {_LEAST}% of the blocks, or refused", ""]
     lines += [f"- {name}, {share}%: {_first(rows[name])}" for share, name in few]
-    lines += ["", "## What had to be allowed", "", *_allowed(rows), ""]
     slow = sorted(((held.seconds, name) for name, held in rows.items() if held.seconds), reverse=True)
     if slow:
+        lines += ["", "## What had to be allowed", "", *_allowed(rows), ""]
         lines += ["## The slowest", "", "Four settings each, on one core.", ""]
         lines += [f"- {name}: {seconds} s" for seconds, name in slow[:5]]
     return "\n".join(lines).rstrip() + "\n"
