@@ -58,6 +58,15 @@ def test_a_runtime_error_has_its_finding_as_data() -> None:
     assert (TpplanError("a wrong argument").code, TpplanError("a wrong argument").diagnostics) == (None, ())
 
 
+def test_an_error_whose_class_takes_other_arguments_is_pickled_as_it_is() -> None:
+    made = SecondDerivativeError()
+    made.add_note("in a backward")
+    copy = pickle.loads(pickle.dumps(made))
+    assert type(copy) is SecondDerivativeError and str(copy) == str(made) and copy.__notes__ == ["in a backward"]
+    bug = pickle.loads(pickle.dumps(InternalError("no layout")))
+    assert bug.code == "TP199" and str(bug) == str(InternalError("no layout"))
+
+
 def test_a_compile_error_has_the_code_of_its_first_error() -> None:
     raised = CompileError([Diagnostic("TP104", "gathered"), Diagnostic("TP101", "no linear layer", subject="model.up")])
     assert raised.code == "TP101" and len(raised.diagnostics) == 2

@@ -31,6 +31,10 @@ class TpplanError(Exception):
         found = Diagnostic(code, message, help=help, notes=tuple(notes), subject=subject)
         return cls([found, *(() if cause is None else cause.diagnostics)])
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickled by what it holds, whatever arguments its class takes."""
+        return _made_again, (type(self), self.args), self.__dict__ or None
+
     @property
     def diagnostics(self) -> tuple[Diagnostic, ...]:
         """The findings; none of an error that has no code, such as one of a wrong argument."""
@@ -49,6 +53,10 @@ class TpplanError(Exception):
     def __str__(self) -> str:
         """Every finding in one line, each followed by its help and notes."""
         return "\n".join(diagnostic.text for diagnostic in self.diagnostics) or super().__str__()
+
+
+def _made_again(kind: type[TpplanError], held: tuple[object, ...]) -> TpplanError:
+    return kind.__new__(kind, *held)
 
 
 class PlanError(TpplanError):
