@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from tpplan.runtime.compiled.compiled_calls import CompiledCallError
     from tpplan.runtime.data_parallel.averaging import DataParallelError
     from tpplan.runtime.data_parallel.clipping import clip_grad_norm_
+    from tpplan.runtime.parameters.sharded_operations import UnprovedModuleError
     from tpplan.runtime.parameters.sharded_tensors import StateError
     from tpplan.runtime.random.randomness import RandomnessError
     from tpplan.runtime.ranks.faults import LostRankError
@@ -104,6 +105,7 @@ __all__ = [
     "UnlikeResultsError",
     "UnplacedError",
     "UnprovedCallError",
+    "UnprovedModuleError",
     "UnshardedError",
     "VerifyError",
     "WatchError",
@@ -176,6 +178,7 @@ _ELSEWHERE = {
     "UnlikeResultsError": "tpplan.runtime.around.results",
     "UnplacedError": "tpplan.compiler.ladder",
     "UnprovedCallError": "tpplan.calls.call_errors",
+    "UnprovedModuleError": "tpplan.runtime.parameters.sharded_operations",
     "UnshardedError": "tpplan.parity.parity_errors",
     "VerifyError": "tpplan.parity.parity_errors",
     "LostRankError": "tpplan.runtime.ranks.faults",

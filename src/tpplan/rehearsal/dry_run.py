@@ -35,6 +35,7 @@ from tpplan.rehearsal.rehearse import (
     lowered_on_shapes,
     naming_failures,
 )
+from tpplan.runtime.parameters.sharded_operations import UnprovedModuleError
 
 
 @ambience()
@@ -71,11 +72,11 @@ def dry_run(
             skeleton, _ = lowered_on_shapes(model, compiled.program, rank, device)
             try:
                 _run(skeleton, example, device)
-            except TpplanError:
-                raise
             except NEEDS_NUMBERS:
                 return [_note("it reads the numbers of a tensor", "nothing is wrong; run it on such a device", device)]
             except Exception as error:
+                if isinstance(error, TpplanError) and not isinstance(error, UnprovedModuleError):
+                    raise
                 finding = _of_stock(model, compiled, example, device) or cannot_run(error, rank)
                 raise CompileError([finding]) from error
     return []

@@ -45,6 +45,7 @@ from tpplan.cost.communication import bytes_sent
 from tpplan.plan import CompileError, Diagnostic, InternalError, TpplanError
 from tpplan.runtime.lower import lower
 from tpplan.runtime.parameters.distribute import MeshDistributor
+from tpplan.runtime.parameters.sharded_operations import UnprovedModuleError
 
 _META = torch.device("meta")
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -171,9 +172,9 @@ def _rehearse(model: nn.Module, compiled: Compiled, example: _Call, names: Seque
             raise error
         if error is not None and _differentiable(model, compiled, example, names):
             raise InternalError(f"its backward can't run as rank {rank}: {type(error).__name__}: {error}") from error
-    except TpplanError:
-        raise
     except Exception as error:
+        if isinstance(error, TpplanError) and not isinstance(error, UnprovedModuleError):
+            raise
         raise CompileError([cannot_run(error, rank)]) from error
     finally:
         around.restore()
