@@ -322,7 +322,7 @@ class CallGuard:
             plain = self._key(call)  # what the call asks for, and keeps, is known by now
             key = self._steering.note(plain, compiled.facts)
             if self._steering.count(plain) == _MANY:
-                warnings.warn(_STEERING_NUMBERS.text.removeprefix("warning "), stacklevel=3)
+                warnings.warn(_STEERING_NUMBERS.warned, stacklevel=3)
             self._paths.note(key.kind, proof, compiled)
             self._paths.of(key.kind).begin_again(proof, key.kind)
             self._proofs.cover(key, proof, compiled, compiled.subject)
@@ -475,7 +475,7 @@ class CallGuard:
             return False
         if not self._paths.must_watch(decision.key, decision.proof):
             return True
-        warnings.warn(_COMPILED_WATCHED.text.removeprefix("warning "), stacklevel=2)
+        warnings.warn(_COMPILED_WATCHED.warned, stacklevel=2)
         return False
 
     def _prove_sides(self, call: DecidedCall, decision: Decision) -> None:

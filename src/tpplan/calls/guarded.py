@@ -25,7 +25,7 @@ from tpplan.compiler.trace.surroundings import generators
 from tpplan.plan import TpplanError
 from tpplan.runtime.around.onlookers import ChangingHookError
 from tpplan.runtime.around.watched import AGAIN
-from tpplan.runtime.parameters.sharded_operations import UnprovedModuleError
+from tpplan.runtime.parameters.sharded_operations import is_final
 
 
 class Prover(Protocol):
@@ -147,7 +147,7 @@ class GuardedCall:
         except ChangingHookError as raised:
             changed = raised
         except Exception as raised:  # of the model itself, or since it left the path that was proved
-            if isinstance(raised, TpplanError) and not isinstance(raised, UnprovedModuleError):
+            if is_final(raised):
                 raise
             error = raised
         departed = self._departure(watch.steps)

@@ -69,6 +69,11 @@ class Diagnostic:
         return "\n".join([self.headline, *way_out, *(f"  note: {note}" for note in self.notes)])
 
     @property
+    def warned(self) -> str:
+        """The text for a warning of Python's, which says itself that it is one: it begins with the code."""
+        return self.text.removeprefix("warning ")
+
+    @property
     def sort_key(self) -> tuple[str, int, int, str, str, str]:
         """Order by file, line, column and code; findings without a place come last within their file."""
         if self.span is None:

@@ -26,7 +26,7 @@ from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.trace.signatures import argument_names
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
-from tpplan.plan import CompileError, Diagnostic, Severity, TpplanError
+from tpplan.plan import CompileError, Diagnostic, Severity
 from tpplan.rehearsal.rehearse import (
     cannot_run,
     differentiate,
@@ -35,7 +35,7 @@ from tpplan.rehearsal.rehearse import (
     lowered_on_shapes,
     naming_failures,
 )
-from tpplan.runtime.parameters.sharded_operations import UnprovedModuleError
+from tpplan.runtime.parameters.sharded_operations import is_final
 
 
 @ambience()
@@ -75,7 +75,7 @@ def dry_run(
             except NEEDS_NUMBERS:
                 return [_note("it reads the numbers of a tensor", "nothing is wrong; run it on such a device", device)]
             except Exception as error:
-                if isinstance(error, TpplanError) and not isinstance(error, UnprovedModuleError):
+                if is_final(error):
                     raise
                 finding = _of_stock(model, compiled, example, device) or cannot_run(error, rank)
                 raise CompileError([finding]) from error

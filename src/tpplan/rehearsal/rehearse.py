@@ -42,10 +42,10 @@ from tpplan.compiler.trace.signatures import argument_names
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.cost.communication import bytes_sent
-from tpplan.plan import CompileError, Diagnostic, InternalError, TpplanError
+from tpplan.plan import CompileError, Diagnostic, InternalError
 from tpplan.runtime.lower import lower
 from tpplan.runtime.parameters.distribute import MeshDistributor
-from tpplan.runtime.parameters.sharded_operations import UnprovedModuleError
+from tpplan.runtime.parameters.sharded_operations import is_final
 
 _META = torch.device("meta")
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -173,7 +173,7 @@ def _rehearse(model: nn.Module, compiled: Compiled, example: _Call, names: Seque
         if error is not None and _differentiable(model, compiled, example, names):
             raise InternalError(f"its backward can't run as rank {rank}: {type(error).__name__}: {error}") from error
     except Exception as error:
-        if isinstance(error, TpplanError) and not isinstance(error, UnprovedModuleError):
+        if is_final(error):
             raise
         raise CompileError([cannot_run(error, rank)]) from error
     finally:

@@ -30,7 +30,7 @@ _TAIL = " T(n): each rank has the last n entries of the sequence."
 _WHOLE_SEQUENCES = """\
 Calls with a sequence that {size} ranks can't share evenly run by a second program, compiled at the first such call \
 from the same plan with all sequences whole."""
-_FREEDOMS = {
+FREEDOMS = {
     "slice_constants": "values without a gradient are sliced at boundaries, too",
     "features": "new tensors with as many entries as there are features are split",
     "heads": "dims with as many entries as there are heads are split at boundaries",
@@ -105,7 +105,7 @@ def _notes(program: Program) -> Iterator[RenderableType]:
         yield Text(_WHOLE_SEQUENCES.format(size=program.size))
     yield from _summed(program)
     if program.freedoms:
-        allowed = dict.fromkeys(_FREEDOMS[name] for name in program.freedoms)
+        allowed = dict.fromkeys(FREEDOMS[name] for name in program.freedoms)
         yield listed("Allowed, as the plan would gather more, or not compile, without:", allowed)
     yield from _assumptions(program)
 

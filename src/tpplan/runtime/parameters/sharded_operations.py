@@ -52,6 +52,11 @@ class UnprovedModuleError(TpplanError):
     """A forward left what was proved: whoever watches it proves it anew, as after any error of a body."""
 
 
+def is_final(error: BaseException) -> bool:
+    """Whether an error is tpplan's own word on a call: it isn't a body's, which another proof may explain."""
+    return isinstance(error, TpplanError) and not isinstance(error, UnprovedModuleError)
+
+
 Runner = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -338,4 +343,4 @@ def _whole(held: Any) -> Any:
     return held.full_tensor() if isinstance(held, DTensor) else held
 
 
-__all__ = ["owned_elements", "run", "split_axes"]
+__all__ = ["UnprovedModuleError", "is_final", "owned_elements", "run", "split_axes"]

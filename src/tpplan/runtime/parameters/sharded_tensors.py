@@ -286,7 +286,7 @@ def gathered_for(operator: str, tensor: DTensor) -> Tensor:
                 "sums, which run on each rank's part, or in every n-th step",
                 severity=Severity.WARNING,
             )
-            warnings.warn(gathers.text.removeprefix("warning "), stacklevel=2)
+            warnings.warn(gathers.warned, stacklevel=2)
     return whole_of(tensor)
 
 
