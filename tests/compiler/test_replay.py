@@ -12,7 +12,8 @@ import tpplan
 from tests.marking import slow_but
 from tpplan.compat.process_groups import fake_process_group
 from tpplan.compiler.ir.layout import REPLICATED
-from tpplan.compiler.ir.program import Program, RecordedBody
+from tpplan.compiler.ir.program import Program
+from tpplan.compiler.ir.replaced_bodies import RecordedBody
 from tpplan.compiler.rewrite import replay
 from tpplan.parity import verify_program
 

@@ -14,14 +14,8 @@ from tpplan.calls.coverage import Coverage, FindCover, Leans, Sizes, Written
 from tpplan.calls.key import CallKey, CallKind, Part, in_state, state_of
 from tpplan.compiler.cover import Subject
 from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, Collective, Layout
-from tpplan.compiler.ir.program import (
-    KernelUse,
-    ModuleProgram,
-    ParameterPlacement,
-    Program,
-    RecordedBody,
-    Reshard,
-)
+from tpplan.compiler.ir.program import KernelUse, ModuleProgram, ParameterPlacement, Program, Reshard
+from tpplan.compiler.ir.replaced_bodies import Body, RecordedBody
 from tpplan.compiler.pipeline import Compiled
 from tpplan.parity.tree import Path
 from tpplan.plan import Plan
@@ -201,8 +195,7 @@ def _sums_gradients(reshard: Reshard) -> bool:
 
 def _has_work(module: ModuleProgram) -> bool:
     """Whether calls of the module do more than read parameters."""
-    bodies = (module.recorded, module.split_norm, module.experts, module.recurrent)
-    replaced = any(body is not None for body in bodies)
+    replaced = module.body is not None
     return bool(module.reshards or module.local_attributes or module.random or replaced or module.class_calls)
 
 
@@ -215,10 +208,7 @@ def _same_body(ours: ModuleProgram, other: ModuleProgram, batch: int, other_batc
     return (
         all(map(_moves_alike, _moves(ours, batch), _moves(other, other_batch)))
         and ours.local_attributes == other.local_attributes
-        and _record(ours.recorded, batch) == _record(other.recorded, other_batch)
-        and ours.split_norm == other.split_norm
-        and ours.experts == other.experts
-        and ours.recurrent == other.recurrent
+        and _of_any_call(ours.body, batch) == _of_any_call(other.body, other_batch)
         and ours.walked == other.walked
         and (ours.class_calls, ours.counted_apart) == (other.class_calls, other.counted_apart)
         and {*other.reads} <= {*ours.reads}
@@ -280,9 +270,10 @@ def _moves_alike(ours: Moves, other: Moves) -> bool:
     return all(held in ours for held in other if held[1] is not Collective.NONE)
 
 
-def _record(record: RecordedBody | None, batch: int) -> object:
-    if record is None:
-        return None
+def _of_any_call(record: Body | None, batch: int) -> object:
+    """A body, without the batch size of the call that it was compiled for."""
+    if not isinstance(record, RecordedBody):
+        return record
 
     def shown(layouts: tuple[tuple[tuple[str | int, ...], Layout], ...]) -> frozenset[object]:
         return frozenset((path, _of_any_batch(layout, batch)) for path, layout in layouts)

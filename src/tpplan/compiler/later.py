@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout
 from tpplan.compiler.ir.program import ModuleProgram, Program
 from tpplan.compiler.ir.pytree import tensors_in
+from tpplan.compiler.ir.replaced_bodies import RecordedBody
 from tpplan.compiler.ir.trace import Trace, quoted
 from tpplan.compiler.trace.capture import Capture, record
 from tpplan.compiler.trace.left_state import Slot, slots_of
@@ -112,12 +113,9 @@ def _content(module: ModuleProgram) -> tuple[object, ...]:
     moves = (frozenset((r.path, r.source, r.target) for r in held) for held in (module.entries, module.exits))
     kept = (
         module.local_attributes,
-        module.recorded is None,
-        module.split_norm,
+        type(module.body) if isinstance(module.body, RecordedBody) else module.body,
         module.random,
         module.class_calls,
-        module.experts,
-        module.recurrent,
     )
     return (*moves, *kept)
 

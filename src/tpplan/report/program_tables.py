@@ -19,7 +19,8 @@ from tpplan.report.program_outline import Block, Item, Unit, units_of
 from tpplan.report.quantities import bytes_text, count_text, shape_text
 
 if TYPE_CHECKING:
-    from tpplan.compiler.ir.program import ModuleProgram, ParameterPlacement, Program, SharedExperts
+    from tpplan.compiler.ir.program import ModuleProgram, ParameterPlacement, Program
+    from tpplan.compiler.ir.replaced_bodies import SharedExperts
 
 
 def cost_table(program: Program) -> Table:

@@ -205,10 +205,10 @@ class _Export:
         for attribute in module.local_attributes:
             why = f"it reads `{attribute.name}`, {attribute.whole} of all ranks, which transformers doesn't divide"
             self._refuse(module.name, why)
-        if any(body is not None for body in (module.recorded, module.split_norm, module.recurrent)):
-            self._refuse(module.name, "its body is replaced by one for shards")
         if module.experts is not None:
             self._refuse(module.name, "each rank holds whole experts, which transformers has another plan for")
+        elif module.body is not None:
+            self._refuse(module.name, "its body is replaced by one for shards")
         style = styles.get(module.name, "")
         for reshard in (*module.entries, *module.exits):
             done = (style == _GATHERED and _is_gather(reshard)) or (

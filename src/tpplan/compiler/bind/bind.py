@@ -17,7 +17,7 @@ from tpplan.compiler.bind.linear import Addend, LinearForm, Product, linear_form
 from tpplan.compiler.bind.misfits import may_compute, may_wrap, misfit
 from tpplan.compiler.bind.recurrent_layers import recurrence
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, Pack, packed, sharded
-from tpplan.compiler.ir.program import Recurrence, SharedExperts
+from tpplan.compiler.ir.replaced_bodies import Recurrence, SharedExperts
 from tpplan.plan import Diagnostic, Pin, Plan, Rule, Style
 
 

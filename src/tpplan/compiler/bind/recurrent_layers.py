@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from tpplan.compiler.ir.program import Recurrence
+from tpplan.compiler.ir.replaced_bodies import Recurrence
 
 _LAYERS: dict[str, type[nn.RNNBase]] = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN_TANH": nn.RNN, "RNN_RELU": nn.RNN}
 _CELLS: dict[str, type[nn.RNNCellBase]] = {

@@ -15,8 +15,8 @@ from typing import Any
 
 from tpplan.compiler.bind.bind import Binding, Bound
 from tpplan.compiler.ir.layout import Pack
-from tpplan.compiler.ir.program import Recurrence
 from tpplan.compiler.ir.region import CallNode, Instance, LocalValue, OperationNode, Region, RegionBoundary, picks_of
+from tpplan.compiler.ir.replaced_bodies import Recurrence
 from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Operation, Path, Reference, Trace, filled
 from tpplan.compiler.rules.recurrent import made_layout
 from tpplan.compiler.trace.unread import final_values, live_values

@@ -18,7 +18,7 @@ from tpplan.compat.modules import named_modules, own_parameters
 from tpplan.compiler.bind.bind import Binding, Bound, bind_parameters, once
 from tpplan.compiler.bind.expert_groups import SplitInside, dispatched, stacked_count
 from tpplan.compiler.ir.layout import PARTIAL, Layout, Pack, packed, sharded
-from tpplan.compiler.ir.program import SharedExperts
+from tpplan.compiler.ir.replaced_bodies import SharedExperts
 from tpplan.plan import Diagnostic, Style
 
 INSIDE = "split each expert inside instead: `colwise` and `rowwise` on its matrices"

@@ -23,7 +23,7 @@ from tpplan.compiler.bind.bind import Binding, Bound, once
 from tpplan.compiler.bind.recurrent_layers import made_anew
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.observations import CaptureSettings
-from tpplan.compiler.ir.program import Recurrence
+from tpplan.compiler.ir.replaced_bodies import Recurrence
 from tpplan.compiler.ir.trace import Frame, Operation, Path, Reference, Trace, filled
 from tpplan.compiler.trace.capture import BodyError, Capture, record
 from tpplan.compiler.trace.recorder import Recorder

@@ -32,7 +32,8 @@ from tpplan.compiler.check.fingerprint import Fingerprints
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import Pack
 from tpplan.compiler.ir.observations import CaptureSettings
-from tpplan.compiler.ir.program import LocalAttribute, SharedExperts
+from tpplan.compiler.ir.program import LocalAttribute
+from tpplan.compiler.ir.replaced_bodies import SharedExperts
 from tpplan.compiler.ir.trace import Frame, Operation, Trace
 from tpplan.compiler.rewrite.lemmas import may_write
 from tpplan.compiler.rewrite.routed import NotRoutedError, RoutedCall, routed_term

@@ -42,10 +42,9 @@ from tpplan.compiler.ir.program import (
     ParameterPlacement,
     Program,
     Reshard,
-    SharedExperts,
-    SplitNorm,
     dtype_name,
 )
+from tpplan.compiler.ir.replaced_bodies import SharedExperts, SplitNorm
 from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Trace
 from tpplan.compiler.place.assign import Assignment, FrameAssignment, PlacedMove, PlacedReshard, record_of
 from tpplan.compiler.rules.batch_norm import kept_statistics
@@ -253,6 +252,11 @@ def _modules(
         changed = changed or classes or name in apart
         if not changed and name:
             continue
+        body = experts or (bound.recurrent if bound is not None and calls else None)
+        if body is None and normed is not None:
+            body = _split_norm(trace, normed)
+        if body is None and name in recorded:
+            body = record_of(assignment, trace, name, size)
         found.append(
             ModuleProgram(
                 name=name,
@@ -266,13 +270,10 @@ def _modules(
                 random=random,
                 local_attributes=attributes.get(name, ()),
                 inner=_inner(trace, assignment, calls, size, bound, experts, back),
-                recorded=record_of(assignment, trace, name, size) if name in recorded else None,
-                split_norm=None if normed is None else _split_norm(trace, normed),
+                body=body,
                 walked=bound is not None and bound.walked,
                 class_calls=classes,
                 counted_apart=name in apart,
-                experts=experts,
-                recurrent=bound.recurrent if bound is not None and calls else None,
                 transposed=bound is not None and isinstance(bound.form, LinearForm) and bound.form.transposed,
             )
         )

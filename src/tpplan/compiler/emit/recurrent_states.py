@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from tpplan.compiler.ir.layout import REPLICATED, Collective
-from tpplan.compiler.ir.program import Recurrence, Reshard, dtype_name
+from tpplan.compiler.ir.program import Reshard, dtype_name
+from tpplan.compiler.ir.replaced_bodies import Recurrence
 from tpplan.compiler.ir.trace import Frame, Trace, Value
 from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.rules.recurrent import GATHERED, Gathers, gathers, gathers_first

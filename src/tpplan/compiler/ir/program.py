@@ -18,7 +18,8 @@ import torch
 from pydantic import TypeAdapter
 
 from tpplan.compiler.ir.layout import Collective, Layout, Pack, all_reduce_of
-from tpplan.plan import Diagnostic, Exchange
+from tpplan.compiler.ir.replaced_bodies import BODIES, Body, RecordedBody, SharedExperts, SplitNorm
+from tpplan.plan import Diagnostic
 
 PROGRAM_VERSION = 3
 
@@ -157,105 +158,6 @@ class LocalAttribute:
 
 
 @dataclass(frozen=True, slots=True)
-class SplitNorm:
-    """A norm over features that are split: its statistic is summed over the ranks, and each normalizes its own part.
-
-    Attributes:
-        layout: of the features, in the input as in the result.
-        centred: LayerNorm, whose mean is a statistic too; otherwise RMSNorm.
-        eps, offset, cast: see `KernelUse`.
-        weight, bias: the parameters by their qualified names, stored whole.
-        gate: the argument whose silu gates it; None for a plain norm.
-        gated_first: whether the input is gated, and not the result.
-        narrows: whether the statistics are taken in float32, of an input in float64.
-    """
-
-    layout: Layout
-    centred: bool
-    eps: float
-    offset: float
-    cast: str
-    weight: str | None
-    bias: str | None
-    gate: str | None = None
-    gated_first: bool = False
-    narrows: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SharedExperts:
-    """Whole experts, of which each rank runs its own.
-
-    Attributes:
-        owner: of an expert that is a module: the rank that holds it; None for a stack of experts.
-        count: of a stack: how many experts there are on all ranks.
-        tokens, chosen, weights: of a stack: the arguments with the tokens, with the numbers of the experts that were
-            chosen for each, and with these choices' weights.
-        ranks: of a stack: how many consecutive ranks share each expert, which is split inside over these.
-        exchange: of a stack: `all-to-all` if each token goes to the ranks with its experts; None if all ranks have all
-            tokens, and their results are summed. Until that is decided, what the plan asks for.
-        sent: of a stack in a model whose sequence is split: the bytes that a rank sends in the example call and its
-            backward, all-to-all and by sums.
-    """
-
-    owner: int | None = None
-    count: int = 0
-    tokens: str = ""
-    chosen: str = ""
-    weights: str = ""
-    ranks: int = 1
-    exchange: Exchange | None = None
-    sent: tuple[int, int] | None = field(default=None, compare=False)
-
-    @property
-    def dispatches(self) -> bool:
-        """Whether each token goes to the ranks with its experts."""
-        return self.exchange is Exchange.ALL_TO_ALL
-
-
-@dataclass(frozen=True, slots=True)
-class Recurrence:
-    """A recurrent layer, of whose hidden state each rank computes its features, and gathers it in each step.
-
-    Attributes:
-        mode: as torch names it: `LSTM`, `GRU`, `RNN_TANH` or `RNN_RELU`.
-        features: of the hidden state, on all ranks.
-        bias: whether it has biases.
-        layers: how many; 1 of a cell.
-        directions: 2 if it runs from both ends.
-        batch_first: whether the batch is the first dim of input and output.
-        dropout: between layers.
-        cell: whether it computes a single step, as `nn.LSTMCell`.
-    """
-
-    mode: str
-    features: int
-    bias: bool = True
-    layers: int = 1
-    directions: int = 1
-    batch_first: bool = False
-    dropout: float = 0.0
-    cell: bool = False
-
-    @property
-    def gates(self) -> int:
-        """How many stretches, one for each gate, its parameters have along their first dim."""
-        return {"LSTM": 4, "GRU": 3}.get(self.mode, 1)
-
-    def suffixes(self) -> tuple[str, ...]:
-        """What the names of its parameters end in, by layer and direction."""
-        if self.cell:
-            return ("",)
-        ways = ("", "_reverse")[: self.directions]
-        return tuple(f"_l{layer}{way}" for layer in range(self.layers) for way in ways)
-
-    def parameters(self, suffix: str) -> tuple[str, ...]:
-        """The names of the parameters of a layer's direction."""
-        kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh") if self.bias else ("weight_ih", "weight_hh")
-        return tuple(f"{kind}{suffix}" for kind in kinds)
-
-
-@dataclass(frozen=True, slots=True)
 class SplitClasses:
     """A call of a function over all classes, such as a loss, of whose classes each rank has its part.
 
@@ -279,56 +181,6 @@ Draws = str | tuple[str, ...]
 """How a body draws random numbers: "split", others on each rank; "same", the same on all; the one or the other for each
 draw, in order of execution; or "caller", as the body that calls it, among whose draws its own count."""
 
-PathLayouts = tuple[tuple[tuple[str | int, ...], Layout], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class MovedOperand:
-    """An operand that is resharded before an operation of a body.
-
-    Attributes:
-        operation: the operator's name.
-        number: how many such operations come before in the body.
-        operand: which of its operands, each counted once.
-        target: the layout after.
-    """
-
-    operation: str
-    number: int
-    operand: int
-    target: Layout
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedBody:
-    """A body that runs from its record, since its own Python doesn't work on shards.
-
-    Attributes:
-        inputs: how its arguments lie on the inside, by path.
-        calls: for each call inside the module's name there, the number of its calls before, and how its results lie.
-        results: how its results lie on the inside, by path.
-        heads: the numbers of heads, as packs, by which what it makes anew or repeats may be split.
-        moves: operands that are resharded between its operations.
-        passed: where there are any, how the arguments of its calls lie outside of these, as `calls`.
-        partial: likewise, the parameters whose gradients are summed over the ranks, by their names in the module.
-        averages: whether of means over split dims each rank makes its part.
-        lengths: of arguments with a split dim that the axis doesn't divide, by path, its length.
-        weights: the arguments that follow from parameters alone, by path.
-        features: the numbers of features, likewise, by which what it makes anew may be split.
-    """
-
-    inputs: PathLayouts
-    calls: tuple[tuple[str, int, PathLayouts], ...]
-    results: PathLayouts
-    heads: tuple[tuple[Pack, ...], ...] = ()
-    moves: tuple[MovedOperand, ...] = ()
-    passed: tuple[tuple[str, int, PathLayouts], ...] = ()
-    partial: tuple[str, ...] = ()
-    averages: bool = False
-    lengths: tuple[tuple[tuple[str | int, ...], int], ...] = ()
-    weights: tuple[tuple[str | int, ...], ...] = ()
-    features: tuple[tuple[Pack, ...], ...] = ()
-
 
 @dataclass(frozen=True, slots=True)
 class ModuleProgram:
@@ -342,8 +194,7 @@ class ModuleProgram:
         calls: how often the model calls it in one forward.
         entries, exits: reshards of its arguments and of its results.
         inner: reshards inside of its body, of which it has some only where the body is replaced or recorded.
-        recorded: for a body that runs from its record: how its values lie; None for one that runs its own Python.
-        split_norm: what takes the body's place, if that is a norm over split features.
+        body: what takes the place of the stock forward; None for a module that runs its own Python.
         reads: names of the parameters, and of split buffers, that its body reads, relative to the root.
         random: how it draws random numbers, None if it draws none.
         local_attributes: attributes that hold a local count; `config.n_head` is one of a settings object.
@@ -367,13 +218,25 @@ class ModuleProgram:
     local_attributes: tuple[LocalAttribute, ...] = ()
     transposed: bool = False
     inner: tuple[Reshard, ...] = ()
-    split_norm: SplitNorm | None = None
-    recorded: RecordedBody | None = None
+    body: Body | None = None
     walked: bool = False
     class_calls: ClassCalls = ()
     counted_apart: bool = False
-    experts: SharedExperts | None = None
-    recurrent: Recurrence | None = None
+
+    @property
+    def recorded(self) -> RecordedBody | None:
+        """How its values lie, where its body runs from its record."""
+        return self.body if isinstance(self.body, RecordedBody) else None
+
+    @property
+    def split_norm(self) -> SplitNorm | None:
+        """The norm over split features that it computes."""
+        return self.body if isinstance(self.body, SplitNorm) else None
+
+    @property
+    def experts(self) -> SharedExperts | None:
+        """The whole experts that it is, or has."""
+        return self.body if isinstance(self.body, SharedExperts) else None
 
     @property
     def reshards(self) -> tuple[Reshard, ...]:
@@ -597,7 +460,7 @@ class Program:
     @property
     def replays(self) -> bool:
         """Whether a body runs from its record."""
-        return any(module.recorded is not None for module in self.modules)
+        return any(isinstance(module.body, RecordedBody) for module in self.modules)
 
     @property
     def shares_experts(self) -> bool:
@@ -649,16 +512,11 @@ class Program:
         for name in ("assumed", "picked", "left", "buffers", "takes_gradients", "drawn", "one_shot"):
             if not plain[name]:
                 del plain[name]
-        for module in plain["modules"]:
-            for name in ("walked", "class_calls", "counted_apart", "experts", "recurrent"):
+        for module, spec in zip(plain["modules"], self.modules, strict=True):
+            for name in ("walked", "class_calls", "counted_apart"):
                 if not module[name]:
                     del module[name]
-            for name in ("exchange", "sent") if "experts" in module else ():
-                if module["experts"][name] is None:
-                    del module["experts"][name]
-            for name in ("moves", "passed", "partial", "averages", "lengths", "weights"):
-                if module["recorded"] is not None and not module["recorded"][name]:
-                    del module["recorded"][name]
+            module |= _written_body(module.pop("body"), spec.body)
         return _without_defaults(json.loads(json.dumps(_plain(plain))))
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -674,7 +532,8 @@ class Program:
         """
         if plain.get("version") != PROGRAM_VERSION:
             raise ValueError(f"program version {plain.get('version')} is not {PROGRAM_VERSION}")
-        return _adapter().validate_python(plain)
+        modules = [_read_body(module) for module in plain.get("modules", ())]
+        return _adapter().validate_python({**plain, "modules": modules})
 
     @property
     def digest(self) -> str:
@@ -687,6 +546,27 @@ class Program:
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
+
+
+_BOTH = {"split_norm": None, "recorded": None}  # written for each module, whatever its body
+_SPARSE = {  # left out where a body has none
+    "recorded": ("moves", "passed", "partial", "averages", "lengths", "weights"),
+    "experts": ("exchange", "sent"),
+}
+
+
+def _written_body(plain: dict[str, Any] | None, body: Body | None) -> dict[str, Any]:
+    """A body in a program's JSON, under the key of its class."""
+    if plain is None:
+        return dict(_BOTH)
+    key = next(key for key, kind in BODIES.items() if type(body) is kind)
+    return {**_BOTH, key: {name: held for name, held in plain.items() if held or name not in _SPARSE.get(key, ())}}
+
+
+def _read_body(module: Mapping[str, Any]) -> dict[str, Any]:
+    """A module of a program's JSON, with the body that it has under one of the keys."""
+    found = [TypeAdapter(kind).validate_python(module[key]) for key, kind in BODIES.items() if module.get(key)]
+    return {**{key: held for key, held in module.items() if key not in BODIES}, "body": found[0] if found else None}
 
 
 def _plain(held: Any) -> Any:

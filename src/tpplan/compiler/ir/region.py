@@ -18,7 +18,7 @@ import torch
 from tpplan.compat.schemas import OpOverload
 from tpplan.compiler.ir.layout import Layout, Pack
 from tpplan.compiler.ir.locations import Location
-from tpplan.compiler.ir.program import Recurrence, SharedExperts
+from tpplan.compiler.ir.replaced_bodies import Recurrence, SharedExperts
 from tpplan.compiler.ir.trace import Frame, Path, operator_name
 from tpplan.ops.registry import has_role
 from tpplan.plan import Pin, Style

@@ -11,8 +11,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Features, Layout
-from tpplan.compiler.ir.program import MovedOperand, RecordedBody
 from tpplan.compiler.ir.region import CallNode, Instance, OperationNode, Region, RegionBoundary
+from tpplan.compiler.ir.replaced_bodies import MovedOperand, RecordedBody
 from tpplan.compiler.ir.trace import Frame, Path, Trace
 from tpplan.compiler.place.solution import (
     Called,

@@ -10,8 +10,9 @@ import math
 
 from tpplan.compiler.ir.exchanges import exchanged, splits_tokens
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout
-from tpplan.compiler.ir.program import Recurrence, Reshard
+from tpplan.compiler.ir.program import Reshard
 from tpplan.compiler.ir.region import Region
+from tpplan.compiler.ir.replaced_bodies import Recurrence
 from tpplan.compiler.place.body import Body, Codes
 from tpplan.compiler.place.entry_layouts import Entries, States, combined, keep
 from tpplan.compiler.place.solution import Cost, Dispatched, Entered, Failure, Left, Recurred, State, Steps

@@ -25,8 +25,8 @@ from tpplan.compiler.bind.bind import Binding
 from tpplan.compiler.bind.regions import build_regions
 from tpplan.compiler.ir.layout import REPLICATED, Features, Layout
 from tpplan.compiler.ir.observations import CaptureSettings
-from tpplan.compiler.ir.program import MovedOperand, RecordedBody
 from tpplan.compiler.ir.pytree import children, rebuilt, tensors_in
+from tpplan.compiler.ir.replaced_bodies import MovedOperand, RecordedBody
 from tpplan.compiler.ir.script import ReplayError, Run, Script, ScriptCall, attribute_at, play
 from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Path, Reference, Trace
 from tpplan.compiler.rewrite.local_steps import Exchanges, local_steps

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from tpplan.compiler.ir.layout import REPLICATED, Layout, reshard_between
-from tpplan.compiler.ir.program import MovedOperand, RecordedBody
 from tpplan.compiler.ir.region import CallNode, Instance, OperationNode, Region
+from tpplan.compiler.ir.replaced_bodies import MovedOperand, RecordedBody
 from tpplan.compiler.ir.script import ReplayError
 from tpplan.compiler.ir.trace import Frame, Trace
 from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, Layout, Pack, packed, sharded
-from tpplan.compiler.ir.program import Recurrence
+from tpplan.compiler.ir.replaced_bodies import Recurrence
 from tpplan.compiler.ir.trace import Path
 
 GATHERED = (sharded(1), REPLICATED_PARTIAL)

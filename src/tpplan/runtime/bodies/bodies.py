@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tpplan.compiler.ir.layout import PARTIAL, Collective, Layout
 from tpplan.compiler.ir.program import Boundary, KernelUse, ModuleProgram, ParameterPlacement, Program, Reshard
+from tpplan.compiler.ir.replaced_bodies import RecordedBody, Recurrence, SharedExperts, SplitNorm
 from tpplan.compiler.ir.trace import quoted
 from tpplan.compiler.rewrite.replay import Replay
 from tpplan.compiler.trace.signatures import argument_names
@@ -154,7 +155,7 @@ def prepare(
             body=_replaced(spec, modules, stock, placements, handed_out, context, steps, readers, use)
             or fused_bodies.get(spec.name)
             or (body if use is None else body_of(use, module, modules)),
-            replays=spec.recorded is not None,
+            replays=isinstance(spec.body, RecordedBody),
             dispatches=spec.experts is not None and spec.experts.dispatches,
             weight=own.get("weight"),
             bias=None if left else own.get("bias"),
@@ -190,10 +191,10 @@ def _reads(
     handed_out: HandedOut,
 ) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
     """How a body reads its parameters: all features of a replicated one, but where it works on a part of these."""
-    if spec.split_norm is None:
+    if not isinstance(spec.body, SplitNorm):
         return [(name, readers[name]) for name in spec.reads]
-    layout = replace(spec.split_norm.layout, dim=0)
-    parts = (spec.split_norm.weight, spec.split_norm.bias)
+    layout = replace(spec.body.layout, dim=0)
+    parts = (spec.body.weight, spec.body.bias)
     return [
         (
             name,
@@ -218,30 +219,30 @@ def _replaced(
 ) -> Body | None:
     """What the program has in place of the module's own body, kernels apart."""
     module, axis = modules[spec.name], handed_out.axis
-    if spec.experts is not None and spec.experts.owner is None:
-        kind = DispatchBody if spec.experts.dispatches else StackBody
-        return kind(spec, spec.experts, module, stock[spec.name], handed_out, _shapes_inside(spec, placements, axis))
-    if spec.experts is not None and spec.experts.owner != axis.rank:
-        inside = [name for name in placements if name in readers and name.startswith(f"{spec.name}.")]
-        held = [(*_owner(modules, name), readers[name]) for name in inside if placements[name].trainable]
-        return ElsewhereBody(stock[spec.name], held)
-    if spec.experts is not None:
-        return None if use is not None else own_body
-    if spec.recurrent is not None:
-        # Layers may be frozen one by one, and then have no gradient to reduce.
-        gather = [steps(replace(held, backward=Collective.REDUCE_SCATTER)) for held in spec.inner[:1]]
-        return RecurrentBody(spec.recurrent, module, axis, next(iter(gather), None))
-    if spec.split_norm is not None:
-        statistics = steps(spec.inner[-1])
-        return split_norm_body(spec.split_norm, module, modules, statistics, axis.size)
-    if spec.recorded is None:
-        return None
-    prefix = f"{spec.name}." if spec.name else ""
-    own = {name.removeprefix(prefix): held.layout for name, held in placements.items() if name.startswith(prefix)}
-    replay = Replay(
-        stock[spec.name], spec.recorded, own, axis.size, axis.rank, lambda: context.batch, steps.inside(spec.name)
-    )
-    return lambda stock, args, kwargs: replay(module, args, kwargs)
+    match spec.body:
+        case None:
+            return None
+        case SharedExperts(owner=None, dispatches=dispatches):
+            kind, shapes = DispatchBody if dispatches else StackBody, _shapes_inside(spec, placements, axis)
+            return kind(spec, spec.body, module, stock[spec.name], handed_out, shapes)
+        case SharedExperts(owner=owner) if owner == axis.rank:
+            return None if use is not None else own_body
+        case SharedExperts():
+            inside = [name for name in placements if name in readers and name.startswith(f"{spec.name}.")]
+            held = [(*_owner(modules, name), readers[name]) for name in inside if placements[name].trainable]
+            return ElsewhereBody(stock[spec.name], held)
+        case Recurrence():
+            # Layers may be frozen one by one, and then have no gradient to reduce.
+            gather = [steps(replace(held, backward=Collective.REDUCE_SCATTER)) for held in spec.inner[:1]]
+            return RecurrentBody(spec.body, module, axis, next(iter(gather), None))
+        case SplitNorm():
+            return split_norm_body(spec.body, module, modules, steps(spec.inner[-1]), axis.size)
+        case RecordedBody():
+            prefix = f"{spec.name}." if spec.name else ""
+            own = {n.removeprefix(prefix): held.layout for n, held in placements.items() if n.startswith(prefix)}
+            within = steps.inside(spec.name)
+            replay = Replay(stock[spec.name], spec.body, own, axis.size, axis.rank, lambda: context.batch, within)
+            return lambda stock, args, kwargs: replay(module, args, kwargs)
 
 
 def _shapes_inside(

@@ -21,7 +21,8 @@ from tpplan.compat.autograd import native_apply
 from tpplan.compat.fakes import fake_call
 from tpplan.compat.modules import own_parameters
 from tpplan.compiler.check.shared_experts import Argument, ExpertPart, OtherCounts
-from tpplan.compiler.ir.program import ModuleProgram, SharedExperts
+from tpplan.compiler.ir.program import ModuleProgram
+from tpplan.compiler.ir.replaced_bodies import SharedExperts
 from tpplan.compiler.trace.signatures import argument_names
 from tpplan.runtime.bodies.kernel_bodies import Stock
 from tpplan.runtime.modules.module_runtime import Reader

@@ -26,7 +26,7 @@ from torch.nn import functional
 from tpplan.compat.modes import without_dispatch_modes, without_function_modes
 from tpplan.compiler.bind.recurrent_layers import made_anew
 from tpplan.compiler.ir.layout import Pack
-from tpplan.compiler.ir.program import Recurrence
+from tpplan.compiler.ir.replaced_bodies import Recurrence
 from tpplan.compiler.trace.signatures import argument_names
 from tpplan.runtime.bodies.kernel_bodies import Stock
 from tpplan.runtime.modules.writes import stock_class

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tpplan.compiler.ir.program import SplitNorm
+from tpplan.compiler.ir.replaced_bodies import SplitNorm
 from tpplan.compiler.trace.signatures import argument_names
 from tpplan.runtime.bodies.kernel_bodies import Body, Stock
 from tpplan.runtime.modules.writes import stock_class

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from tpplan.compat.autograd import native_apply
 from tpplan.compat.modes import has_dispatch_modes, without_keeping_modes
-from tpplan.compiler.ir.program import ModuleProgram, SharedExperts
+from tpplan.compiler.ir.program import ModuleProgram
+from tpplan.compiler.ir.replaced_bodies import SharedExperts
 from tpplan.runtime.bodies.expert_bodies import StackBody, by_token
 from tpplan.runtime.bodies.kernel_bodies import Stock
 from tpplan.runtime.parameters.handed_out import HandedOut
