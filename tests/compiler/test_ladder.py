@@ -6,12 +6,13 @@ from dataclasses import fields
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import tpplan
 from tests.compiler.test_unread import CALL, Blocks, Joint
 from tests.parity.test_gathers import RULES, WIDTH, Talking
 from tpplan.compiler.ir.freedoms import Freedoms
+from tpplan.compiler.later import before_any_call
 from tpplan.compiler.trace.surroundings import Surroundings, same_files
 from tpplan.report.program_page import FREEDOMS, render_program
 
@@ -49,3 +50,27 @@ def test_files_are_looked_through_once_in_a_block_and_anew_for_another_hook() ->
         assert Surroundings(model).spaces is before.spaces
         model.register_forward_hook(lambda *_: None)
         assert Surroundings(model).spaces is not before.spaces
+
+
+class Tabled(nn.Module):
+    table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if Tabled.table is None:
+            Tabled.table = torch.arange(x.shape[-1]).cos()
+        return x * Tabled.table
+
+
+def test_what_is_noted_of_a_table_that_is_taken_away_is_put_back_after_it() -> None:
+    model, x = Tabled(), torch.randn(2, 4)
+    model(x)
+    kept = Tabled.table
+    with same_files():
+        around = Surroundings(model)
+        with before_any_call(model) as filled:
+            inner = Surroundings(model)
+            model(x)
+            inner.restore()
+            assert filled and Tabled.table is None
+        around.restore()
+    assert Tabled.table is kept

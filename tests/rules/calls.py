@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.testing._internal import common_utils
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo import core
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -38,6 +40,8 @@ SHAPED: Mapping[str, tuple[tuple[tuple[int, ...], ...], tuple[Any, ...]]] = {
     "aten._log_softmax_backward_data.default": (((4, 8, 6), (4, 8, 6)), (1, torch.float64)),
 }  # shapes of the tensors, and what comes after them
 _LARGEST = 2048
+# At each sample torch looks for a test of unittest on the stack, which takes longer the more is imported.
+common_utils.extract_test_fn = core.extract_test_fn = lambda: None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from tpplan.compiler.trace.left_state import Slot, slots_of
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.sequel import without_records
 from tpplan.compiler.trace.skeleton import make_skeleton
-from tpplan.compiler.trace.surroundings import Space, Surroundings
+from tpplan.compiler.trace.surroundings import Space, Surroundings, other_files
 from tpplan.plan import CompileError, Diagnostic
 
 
@@ -36,7 +36,8 @@ def after_a_call(
     try:
         skeleton = make_skeleton(model)
         record(skeleton, arguments, keywords, Capture(Recorder(trace.settings)), around)
-        yield without_records(skeleton.model)
+        with other_files():
+            yield without_records(skeleton.model)
     finally:
         around.restore()
 
@@ -56,7 +57,8 @@ def before_any_call(model: nn.Module) -> Generator[bool]:
     for slot in names:
         slot.put(None)
     try:
-        yield bool(filled or names)
+        with other_files() if filled or names else nullcontext():
+            yield bool(filled or names)
     finally:
         for table, before in filled:
             made = {key: held for key, held in table.items() if key not in before}

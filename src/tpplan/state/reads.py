@@ -59,10 +59,10 @@ def _count(more: int) -> None:
     """Let modules tell while there is a block in any thread."""
     global _blocks
     with _lock:
-        _blocks += more
-        if _blocks:
+        before, _blocks = _blocks, _blocks + more
+        if not before:  # Python looks through all classes of modules for each change here
             nn.Module.__getattribute__ = _noted  # pyright: ignore[reportAttributeAccessIssue]
-        else:
+        elif not _blocks:
             del nn.Module.__getattribute__
 
 

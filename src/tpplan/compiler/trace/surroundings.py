@@ -71,16 +71,14 @@ class Space:
         delattr(self.holder, name)
 
 
-class Surroundings:
-    """A record of what is around a model; see the module's docstring."""
+class _Noted:
+    """What stands in some spaces, and how to put it back."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, spaces: list[tuple[str, Space]]) -> None:
         """Look, and remember."""
-        self._model = model
-        kinds = {type(module) for _, module in named_modules(model)}
-        self.spaces, caches = _looked_through(_own_kinds(kinds), model)
-        self.caches = {id(cache): cache for cache in (*caches, *_caches_in(model))}
-        self._entries = {key: cache.cache_info() for key, cache in self.caches.items()}
+        self.spaces = spaces
+        self.caches = [*_caches_of(spaces)]
+        self.files = [space.holder for _, space in spaces if isinstance(space.holder, ModuleType)]
         self._files = frozenset(module.__name__ for module in self.files)
         self._kinds: dict[type, bool] = {}
         self._bound = [(space, self.values(space)) for _, space in self.spaces]
@@ -88,13 +86,11 @@ class Surroundings:
         for _, values in self._bound:
             for held in values.values():
                 self._note(held)
-        for function in self._functions():
+        for function in self.functions():
             for held in (vars(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
                 if type(held) in CONTAINERS:
                     self._note(held)
         self._undo = [undo for held in self._named() if (undo := self._way_back(held)) is not None]
-        self._environment = dict(os.environ)
-        self._random = generators()
 
     def _named(self) -> Iterator[object]:
         """What has names around the model, and in the user's classes there."""
@@ -156,6 +152,43 @@ class Surroundings:
             return True
         return kind.__module__ in self._files and kind.__dictoffset__ != 0 and not issubclass(kind, _CODE)
 
+    def functions(self) -> Iterator[FunctionType]:
+        """Those that have names there, and those of the user's classes there."""
+        for _, space in self.spaces:
+            for held in space.names().values():
+                own = [held, *vars(held).values()] if isinstance(held, type) and is_users(held.__module__) else [held]
+                for function in own:
+                    function = getattr(function, "__func__", function)
+                    if isinstance(function, FunctionType):
+                        yield function
+
+    def put_back(self) -> None:
+        """Put everything back."""
+        for space, values in self._bound:
+            for name in [name for name in self.values(space) if name not in values]:
+                space.delete(name)
+            for name, held in values.items():
+                if space.names().get(name) is not held:
+                    space.set(name, held)
+        for held, contents in self._contents.values():
+            _refill(held, contents)
+        for undo in self._undo:
+            undo()
+
+
+class Surroundings:
+    """A record of what is around a model; see the module's docstring."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Look, and remember."""
+        self._model = model
+        self._noted = _looked_through(_own_kinds({type(module) for _, module in named_modules(model)}), model)
+        self.spaces, self.files, self.values = self._noted.spaces, self._noted.files, self._noted.values
+        self.caches = {id(cache): cache for cache in (*self._noted.caches, *_caches_in(model))}
+        self._entries = {key: cache.cache_info() for key, cache in self.caches.items()}
+        self._environment = dict(os.environ)
+        self._random = generators()
+
     def tables(self) -> Iterator[tuple[str, dict[Any, Any]]]:
         """The dicts around the model, and those that its modules and their objects keep, by their names there."""
         for _, space in self.spaces:
@@ -166,20 +199,11 @@ class Surroundings:
     def written(self) -> tuple[set[str], set[str]]:
         """By what functions around the model do: the names of what they put anew, and of what they put entries into."""
         names, filled = set[str](), set[str]()
-        for function in self._functions():
+        for function in self._noted.functions():
             put, entered = _written_by(function.__code__)
             names |= put
             filled |= entered
         return names, filled
-
-    def _functions(self) -> Iterator[FunctionType]:
-        for _, space in self.spaces:
-            for held in space.names().values():
-                own = [held, *vars(held).values()] if isinstance(held, type) and is_users(held.__module__) else [held]
-                for function in own:
-                    function = getattr(function, "__func__", function)
-                    if isinstance(function, FunctionType):
-                        yield function
 
     def repeat_draws(self) -> None:
         """Put the generators of random numbers back to where they were."""
@@ -196,11 +220,6 @@ class Surroundings:
             and any(not tensor.is_meta for tensor in cached_tensors(cache))
         ]
 
-    @property
-    def files(self) -> list[ModuleType]:
-        """The modules of Python that the model's code comes from."""
-        return [space.holder for _, space in self.spaces if isinstance(space.holder, ModuleType)]
-
     def touched(self) -> list[Cache]:
         """Caches into which the run has put something."""
         return [c for key, c in self.caches.items() if c.cache_info().misses != self._entries[key].misses]
@@ -210,16 +229,7 @@ class Surroundings:
         for cache in self.touched():
             if cached_tensors(cache):
                 cache.cache_clear()
-        for space, values in self._bound:
-            for name in [name for name in self.values(space) if name not in values]:
-                space.delete(name)
-            for name, held in values.items():
-                if space.names().get(name) is not held:
-                    space.set(name, held)
-        for held, contents in self._contents.values():
-            _refill(held, contents)
-        for undo in self._undo:
-            undo()
+        self._noted.put_back()
         if dict(os.environ) != self._environment:
             os.environ.clear()
             os.environ.update(self._environment)
@@ -236,13 +246,10 @@ def _written_by(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     return names, frozenset(code.co_names if enters else ())
 
 
-_Files = tuple[list[tuple[str, Space]], list[Cache]]
-
-
 class _Known(threading.local):
-    """In each thread the files that were looked through in a block of `same_files`."""
+    """In each thread what was noted in a block of `same_files`."""
 
-    files: dict[object, _Files] | None = None
+    noted: dict[object, _Noted] | None = None
 
 
 _known = _Known()
@@ -251,25 +258,35 @@ _known = _Known()
 @contextmanager
 def same_files() -> Generator[None]:
     """A block in which the user's code runs in captures alone, which put back what it does: files stay as they are."""
-    before = _known.files
-    _known.files = {} if before is None else before
+    before = _known.noted
+    _known.noted = {} if before is None else before
     try:
         yield
     finally:
-        _known.files = before
+        _known.noted = before
 
 
-def _looked_through(kinds: set[type], model: nn.Module) -> _Files:
-    """The spaces of classes and hooks, and the caches that have a name there; in a block of `same_files` once."""
+@contextmanager
+def other_files() -> Generator[None]:
+    """A block, inside of one of `same_files`, with something else around the model: what is noted there is its own."""
+    before = _known.noted
+    _known.noted = None if before is None else {}
+    try:
+        yield
+    finally:
+        _known.noted = before
+
+
+def _looked_through(kinds: set[type], model: nn.Module) -> _Noted:
+    """What stands in the spaces of classes and hooks; looked through once in a block of `same_files`."""
     hooks = [*global_hooks(), *(hook for _, module in named_modules(model) for hook in hooks_of(module))]
     held = [h for _, module in named_modules(model) for h in vars(module).values() if type(h) is FunctionType]
     called: list[Any] = [*map(_plain_function, (*held, *hooks))]
     code: set[object] = {f.__code__ if isinstance(f, FunctionType) else type(f) for f in called}
     key = (frozenset(kinds), frozenset(code), len(sys.modules))
-    known = {} if _known.files is None else _known.files
+    known = {} if _known.noted is None else _known.noted
     if key not in known:
-        spaces = [*_spaces(kinds, called)]
-        known[key] = spaces, [*_caches_of(spaces)]
+        known[key] = _Noted([*_spaces(kinds, called)])
     return known[key]
 
 
@@ -411,6 +428,8 @@ def _cells(held: FunctionType) -> Iterator[Any]:
 
 def cached_tensors(cache: Cache) -> list[Tensor]:
     """The tensors that a cache holds."""
+    if not cache.cache_info().currsize:
+        return []
     held = [item for item in gc.get_referents(cache) if not isinstance(item, (FunctionType, type))]
     return [tensor for _, tensor in hidden_tensors(held)]
 
@@ -453,4 +472,13 @@ def generators() -> list[Callable[[], object]]:
     return found
 
 
-__all__ = ["CONTAINERS", "Space", "Surroundings", "cached_tensors", "generators", "is_users"]
+__all__ = [
+    "CONTAINERS",
+    "Space",
+    "Surroundings",
+    "cached_tensors",
+    "generators",
+    "is_users",
+    "other_files",
+    "same_files",
+]
