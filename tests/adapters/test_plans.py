@@ -40,6 +40,7 @@ _SLOW = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "sequence", "tp"), in_thirds(_QUICK, _SLOW, _RUNS))
 def test_a_shipped_plan_holds_for_the_model_with_adapters(name: str, sequence: str, tp: int) -> None:
     plan, make, options = CASES[name]
@@ -47,6 +48,7 @@ def test_a_shipped_plan_holds_for_the_model_with_adapters(name: str, sequence: s
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [pytest.param("llama", marks=pytest.mark.slow), "llama-sequence"])
 def test_adapters_cost_no_collective(plan: str) -> None:
     with_adapters = tpplan.compile_plan(adapted(llama), PLANS / f"{plan}.yaml", 2)
@@ -57,6 +59,7 @@ def test_adapters_cost_no_collective(plan: str) -> None:
     assert all(not p.trainable for p in with_adapters.parameters if "lora_" not in p.name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "make", "options"),
     [("llama", llama, {}), pytest.param("gpt2", gpt2, _CONV, marks=pytest.mark.sweep)],

@@ -82,6 +82,7 @@ def test_the_loop_has_a_row_for_each_way_and_is_shown_and_judged(loop_result: di
     assert "AdamW step, foreach" in console.export_text()
 
 
+@pytest.mark.slow
 def test_compile_times_every_pass_and_puts_the_pipeline_back(compile_result: dict[str, Any]) -> None:
     (row,) = compile_result["rows"]
     assert set(row["passes"]) == {name.strip("_") for name in compile_time.PASSES}

@@ -63,6 +63,7 @@ def _loaded(member: Member, folder: str, more: int, shape: tuple[int, ...]) -> N
         assert torch.equal(ours.full_tensor() if hasattr(ours, "full_tensor") else ours, tensor), name
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("more", slow_but([1], [0, 1]))
 def test_what_one_degree_has_saved_another_loads(tmp_path: Path, more: int) -> None:

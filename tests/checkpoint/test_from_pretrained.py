@@ -129,6 +129,7 @@ WAYS: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan", "options"),
     in_thirds(QUICK, SLOW, WAYS),

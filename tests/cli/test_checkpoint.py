@@ -60,6 +60,7 @@ def _read(member: Member, path: str) -> int:
     return held
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_rank_reads_what_inspect_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And a model built on `meta`, rotary frequencies included, computes what the stock model does."""

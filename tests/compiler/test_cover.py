@@ -45,6 +45,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "sequence", "conditions", "lengths"),
     [

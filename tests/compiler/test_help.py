@@ -84,9 +84,9 @@ def test_any_plan_is_mended_by_what_its_findings_say(seed: int) -> None:
     assert_helpful(make, drawn(draw, make()), toys.activations())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", sweeping(1, 60))
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.one_in(2)
 def test_so_is_any_of_a_model_of_transformers(name: str, seed: int) -> None:
     """Several rules may be behind one finding there, so that not each remedy ends it."""
     draw = random.Random(seed)

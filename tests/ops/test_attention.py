@@ -53,6 +53,7 @@ CASES = [(name, HEADS) for name in MODELS if name != "WindowedHeads"] + [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize(("name", "rules"), CASES)
 def test_heads_are_split_where_no_function_reads_them(name: str, rules: dict[str, Any], tp: int) -> None:
@@ -96,8 +97,8 @@ def on_processes(member: Member, name: str, rules: dict[str, Any], gradients: bo
     return found
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.processes
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize(("name", "rules"), CASES)
 def test_the_same_on_real_processes(name: str, rules: dict[str, Any], gradients: bool) -> None:
@@ -155,6 +156,7 @@ def masked(member: Member) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_masks_and_settings_of_later_calls_are_theirs() -> None:
     for found in world(2).run(masked):
@@ -282,6 +284,7 @@ def in_transformers(member: Member, implementation: str) -> list[float]:
     return [*found, float(not torch.equal(*generated))]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("implementation", ["flex_attention", "sdpa"])
 def test_transformers_interfaces(implementation: str) -> None:
@@ -314,6 +317,7 @@ def with_flash(member: Member | None) -> Any:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_flash_attention_2_of_transformers() -> None:
     assert with_flash(None).count_collectives() == {"all-reduce": 10, "all-gather": 1}

@@ -45,6 +45,7 @@ def test_they_may_be_of_columns_that_ranks_share() -> None:
     assert max(worst(stock, rules, 2, calls[0], calls)) < 1e-12
 
 
+@pytest.mark.slow
 def test_transformers_models_of_speech_compute_it_from_labels() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

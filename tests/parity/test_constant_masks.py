@@ -59,9 +59,9 @@ def x_of(batch: int, length: int) -> Tensor:
     return torch.randn(batch, length, WIDTH, dtype=torch.float64, requires_grad=True)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.one_in(3)
 def test_a_mask_of_pythons_numbers_is_no_obstacle_to_a_record(kind: str, tp: int) -> None:
     model, calls = Masked(kind).double(), [((x_of(3, 6),), {}), ((x_of(2, 5),), {})]
     program = tpplan.compile_plan(model, {"version": 1, "modules": PLAN}, tp, calls[0][0])

@@ -85,6 +85,7 @@ def test_as_few_tokens_as_ranks(length: int) -> None:
     assert report.ok, report.problems
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.processes
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("chosen", [(), (2, 3)], ids=["spread", "to one rank"])

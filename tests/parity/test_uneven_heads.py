@@ -47,9 +47,9 @@ def right(name: str, queries: int, keys: int, tp: int) -> Program:
     return program
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ATTENTIONS)
 @pytest.mark.parametrize(("queries", "keys", "tp"), SIZES)
-@pytest.mark.one_in(3)
 def test_attentions_compute_the_same(name: str, queries: int, keys: int, tp: int) -> None:
     if name in ("grouped", "gated") and (queries, keys, tp) in FEW_KEYS:
         pytest.skip("refused with any number of heads: queries by key, and a norm of keys that ranks share")

@@ -156,6 +156,7 @@ def lengths_on_processes(member: Member, name: str) -> list[tuple[float, dict[st
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("name", sweep_but(["torch_transformer"], ["torch_transformer", "llama"]))
 def test_processes_compute_the_same_at_any_length(name: str) -> None:
@@ -194,6 +195,7 @@ def test_tokens_are_generated_with_a_cache(length: int) -> None:
         assert length % 2 == 0 or scattered == 0
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_prompt_is_split_where_it_can_be_and_the_tokens_after_it_are_not() -> None:
     assert [scattered for _, _, scattered in world(2).run(generated, 12)] == [5, 5]

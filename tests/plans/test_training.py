@@ -88,6 +88,7 @@ def _two_backwards(member: Member, plan: str) -> None:
     assert_same_run(run(sharded, other), run(stock, other), EXACT)
 
 
+@pytest.mark.slow
 def test_two_forwards_before_their_backwards_keep_apart() -> None:
     world(2).run(_interleaved)
 

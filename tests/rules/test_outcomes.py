@@ -18,6 +18,7 @@ RECORD = Path(__file__).with_name("outcomes.txt")
 VERSION = torch.__version__.partition("+")[0]
 
 
+@pytest.mark.slow
 def test_what_the_rules_say_of_each_operator_is_what_was_recorded() -> None:
     recorded = RECORD.read_text(encoding="utf-8").splitlines() if RECORD.exists() else [""]
     if not UPDATE and recorded[0] != f"torch {VERSION}":

@@ -148,6 +148,7 @@ SWEPT = [
 CASES = [("llama", QUICK), *SLOW, *SWEPT]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(("plan", "ways"), sweep_but([CASES[0]], CASES))
 def test_every_way_of_generating_gives_the_stock_models_tokens(plan: str, ways: list[str]) -> None:

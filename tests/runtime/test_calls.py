@@ -157,6 +157,7 @@ class Flattened(nn.Module):
 SEQUENCE = {"{first,second}.up": "colwise", "{first,second}.down": "rowwise", "norm": "sequence"}
 
 
+@pytest.mark.slow
 def test_a_sequence_flattened_with_its_batch_is_split_by_the_batch_of_the_call() -> None:
     bias = torch.ones(HIDDEN, dtype=torch.float64)
     calls = [((x(batch, 12),), more) for batch in (3, 2, 1, 4) for more in ({}, {"bias": bias})]

@@ -73,6 +73,7 @@ def differing(member: Member, step: str, sizes: list[tuple[int, int]]) -> list[f
 _STEPS = ["plain", "to one rank", "autocast", "watched", "compiled"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("step", "size"),
@@ -82,7 +83,6 @@ _STEPS = ["plain", "to one rank", "autocast", "watched", "compiled"]
         [(step, n) for step in _STEPS for n in (2, 4)],
     ),
 )
-@pytest.mark.one_in(2)
 def test_calls_of_other_sizes(step: str, size: int) -> None:
     """Of one sequence too, and of sequences that the ranks can't share."""
     sizes = [(3, 8), (2, 12), (1, 8), (3, 7), (3, 8)]

@@ -163,6 +163,7 @@ def differences(member: Member, name: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_what_was_made_before_goes_on(name: str) -> None:
     for found in world(2).run(differences, name):
@@ -233,6 +234,7 @@ def not_followed(member: Member) -> str:
     return "refused"
 
 
+@pytest.mark.slow
 def test_views_and_weak_containers_are_refused_before_anything_is_changed() -> None:
     assert world(2).run(not_followed) == ["refused"] * 2
 

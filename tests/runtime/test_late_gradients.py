@@ -78,11 +78,11 @@ def set_wanted(wanted: bool, *names: str) -> Callable[[nn.Module], None]:
     return change
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("order", [(False, True, False), (True, False, True)], ids=["without", "with"])
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
-@pytest.mark.one_in(3)
 def test_an_input_may_have_a_gradient_or_none(
     rules: dict[str, Any], tp: int, order: tuple[bool, ...], trained: bool
 ) -> None:

@@ -197,6 +197,7 @@ def to_softmax(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output.softmax(-1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("plan", "recorded"), [("llama", True), ("llama-sequence", False)])
 def test_a_hook_that_a_forward_registers_is_registered_once(plan: str, recorded: bool) -> None:
     """transformers registers hooks at the first call that asks for attentions, and notes that in an attribute.

@@ -124,6 +124,7 @@ def broken(member: Member, plan: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("plan", slow_but(["tensor"], ["tensor", "sequence"]))
 def test_ranks_that_part_are_told_so(plan: str) -> None:
@@ -152,6 +153,7 @@ def sound(member: Member, plan: str) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("plan", slow_but(["sequence"], ["tensor", "sequence"]))
 def test_a_watched_loop_is_the_same_loop(plan: str) -> None:

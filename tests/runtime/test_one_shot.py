@@ -141,6 +141,7 @@ def run(member: Member, rules: dict[str, Any], lengths: tuple[int, ...]) -> Any:
     return worst, counts
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("rules", [RULES, SPLIT], ids=["whole", "sequence"])
 def test_sums_of_up_to_so_many_bytes_are_made_in_one_step(size: int, rules: dict[str, Any]) -> None:
@@ -178,6 +179,7 @@ def decode(member: Member) -> Any:
     return torch.equal(found, expected), long, shots.count
 
 
+@pytest.mark.slow
 def test_a_decoded_token_takes_them_and_its_prompt_does_not() -> None:
     for equal, long, short in world(2).run(decode):
         assert equal

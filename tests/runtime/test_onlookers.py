@@ -168,9 +168,9 @@ def communicate(member: Member, masked: bool, sequence: bool) -> list[tuple[floa
     return found
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.one_in(2)
 def test_collectives_of_a_first_call_are_counted_as_of_a_later_one(masked: bool, sequence: bool) -> None:
     for (first, counted), (later, again) in world(2).run(communicate, masked, sequence):
         assert max(first, later) < TOLERANCE
@@ -423,10 +423,10 @@ def change(member: Member, hook: Callable[..., Any], late: bool, grad: bool) -> 
     return [*found, error(step(own, x()), step(model, x()))]
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("hook", [softened, centred, shrunk])
-@pytest.mark.one_in(3)
 def test_a_hook_that_changes_something_is_followed(hook: Callable[..., Any], late: bool, grad: bool) -> None:
     for errors in world(2).run(change, hook, late, grad):
         assert max(errors) < TOLERANCE

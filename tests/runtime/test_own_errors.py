@@ -79,6 +79,7 @@ def told(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any])
         return type(error), str(error), type(error.__cause__)
 
 
+@pytest.mark.slow
 def test_errors_of_the_model_s_own_reach_the_caller() -> None:
     for number in range(len(PLANS)):
         world(2).run(_errors, number)

@@ -103,6 +103,7 @@ def check(size: int, name: str, cases: list[str], replicas: int = 1) -> None:
         assert {case: error for case, error in found.items() if not error < TOLERANCE} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_done_to_parameters_gives_the_unsharded_models_numbers(name: str) -> None:
     place = [*MODELS].index(name)
@@ -122,6 +123,7 @@ OF_FSDP = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_so_do_replicas_that_fsdp_cuts() -> None:
     check(4, "uneven", [case for at, case in enumerate(CASES) if at % 4 == 1 and case not in OF_FSDP], replicas=2)
 

@@ -84,6 +84,7 @@ def check(name: str, cases: list[str], backend: str) -> None:
         assert {case: error for case, error in found.items() if not error < TOLERANCE} == {}
 
 
+@pytest.mark.slow
 def test_what_is_compiled_gives_the_unsharded_models_numbers() -> None:
     check("uneven", SOME, "aot_eager")
 

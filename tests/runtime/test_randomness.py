@@ -100,6 +100,7 @@ def _nested(member: Member) -> None:
     assert torch.equal(output, after)
 
 
+@pytest.mark.slow
 def test_a_recomputed_forward_draws_the_same_masks() -> None:
     world(2).run(_recomputed)
 

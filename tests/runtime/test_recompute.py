@@ -359,6 +359,7 @@ def check(found: list[dict[str, float]], least: int) -> None:
         assert {name: error for name, error in errors.items() if not error < TOLERANCE} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_checkpoint_recomputes_as_its_call_ran() -> None:
     check(world(2).run(ways, "sequence", ["reentrant", "selective", "direct in reentrant"], seconds=120), 15)

@@ -162,6 +162,7 @@ def of(stock: Callable[[Between], nn.Module], between: Between) -> nn.Module:
     return stock(between).double()
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize(
     ("stock", "rules", "between"),
@@ -170,7 +171,6 @@ def of(stock: Callable[[Between], nn.Module], between: Between) -> nn.Module:
         *(pytest.param(Normed, SEQUENCE, between, id=f"sequence, {name}") for name, between in LENGTHS.items()),
     ],
 )
-@pytest.mark.one_in(3)
 def test_a_call_of_another_length_is_equal_or_refused(stock: Any, rules: Any, between: Between, tp: int) -> None:
     lengths = (8, 16, 4, 24, 8)
     found = verdicts(of(stock, between), rules, tp, call(8), [call(length) for length in lengths])

@@ -128,6 +128,7 @@ def _steps(member: Member, kind: type[Skipping], skips: list[str], rules: dict[s
         assert_equal_steps(stock, model, [{"x": x}] * STEPS)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("kind", "skips"),
     [
@@ -136,11 +137,11 @@ def _steps(member: Member, kind: type[Skipping], skips: list[str], rules: dict[s
         (Either, ["bernoulli", "python kept", "whole numbers"]),
     ],
 )
-@pytest.mark.one_in(2)
 def test_any_choice_of_layers_equals_the_unsharded_model(kind: type[Skipping], skips: list[str]) -> None:
     world(2).run(_steps, kind, skips, FEATURES, 0)
 
 
+@pytest.mark.slow
 def test_layers_between_which_a_sequence_is_split_may_be_skipped() -> None:
     world(2).run(_steps, Skipping, ["torch", "python", "whole numbers"], {"layers.*.norm": "sequence", **FEATURES}, 3)
 
@@ -167,6 +168,7 @@ def _of_data(member: Member) -> None:
     assert_equal_steps(stock, model, calls)
 
 
+@pytest.mark.slow
 def test_opt_in_training_skips_layers() -> None:
     world(2).run(_opt)
 

@@ -47,10 +47,10 @@ def statistics(model: nn.Module) -> dict[str, Tensor]:
     return {name: held.clone() for name, held in model.state_dict().items() if "running" in name or "num" in name}
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize(("tp", "channels"), [(2, 16), (4, 16), (4, 10)])
-@pytest.mark.one_in(3)
 def test_every_rank_has_the_statistics_of_all_channels(
     tp: int, channels: int, times: int, momentum: float | None
 ) -> None:

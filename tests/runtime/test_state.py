@@ -333,6 +333,7 @@ def test_what_no_body_reads_is_no_premise() -> None:
     assert on_ranks(stock(Flagged), MLP, 2, EXAMPLE, work) == [0, 0]
 
 
+@pytest.mark.slow
 def test_generating_with_a_static_cache_forgets_no_proof() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -418,6 +419,7 @@ def test_a_refusal_names_the_place_and_both_values() -> None:
         assert "`held['deep']['scale']` was 2 in the proof and is 3 now" in text, text
 
 
+@pytest.mark.slow
 def test_a_cache_of_which_a_call_reads_a_part_only_may_come_under_another_name() -> None:
     """`past_key_values` for `cache`: what the decoder has of the encoder's keys isn't written to again."""
     transformers = pytest.importorskip("transformers")

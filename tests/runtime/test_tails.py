@@ -122,6 +122,7 @@ def tails(program: Program) -> list[int]:
 KINDS = [Last, Viewed, Returned, Twice, AlsoWhole, ButTheLast, Scaled]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "tp"), in_turns(KINDS, [2, 4], quick=1))
 def test_results_and_gradients_for_prompts_of_all_lengths(kind: type[nn.Module], tp: int) -> None:
     """Of fewer entries on a rank than are read, of fewer in all, and of lengths that the ranks can't share."""

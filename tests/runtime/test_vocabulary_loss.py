@@ -35,6 +35,7 @@ def check(found: list[list[tuple[float, float, float, tuple[int, ...]]]], tolera
             assert error <= tolerance, number
 
 
+@pytest.mark.slow
 def test_the_loss_by_labels_is_that_of_the_unsharded_model() -> None:
     check(world(2).run(vocabulary.by_labels, "llama", LLAMA | SEQUENCE, CALLS[:2]))
 
@@ -55,6 +56,7 @@ def test_autocast() -> None:
     check(world(2).run(vocabulary.by_labels, "llama", LLAMA, [{"loss": "autocast"}]), 2e-2)
 
 
+@pytest.mark.slow
 def test_losses_of_own_loops() -> None:
     for errors in world(2).run(vocabulary.own_loop):
         assert set(errors) == {"model", "chunk", "mesh", "hidden"}

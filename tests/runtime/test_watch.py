@@ -341,6 +341,7 @@ class Overwrites(Body):
         return self.down(torch.softmax(h, -1) if large else h.relu())
 
 
+@pytest.mark.slow
 def test_an_argument_that_a_call_overwrites_in_inference_mode_is_put_back_before_it_runs_again() -> None:
     torch.manual_seed(0)
     stock = Overwrites(large).double()

@@ -78,6 +78,7 @@ def heads_of(cache: Any, dim: int) -> set[int]:
 CASES = {"dynamic": (dynamic, 1), "upright": (layered(Upright), 2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["upright"], CASES))
 @pytest.mark.parametrize("plan", ["llama", pytest.param("llama-sequence", marks=pytest.mark.sweep)])
 def test_whole_caches_are_cut_to_parts_by_the_guess_that_can_be_proved(plan: str, name: str) -> None:
@@ -106,6 +107,7 @@ def test_a_cache_made_for_all_heads_is_cut_by_the_first_call() -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 def test_a_cache_that_tells_heads_apart_is_refused() -> None:
     stock, example = tiny("llama")
     cache = filled(stock, layered(ByHeads))
@@ -151,6 +153,7 @@ def in_tuples(model: Any, first: Any, keyword: str) -> list[Tensor]:
     return found
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("passes", ["none", "one"])
 @pytest.mark.parametrize("keyword", ["its own", "past_key_values"])

@@ -194,6 +194,7 @@ def logits_of(model: Any, kind: type[Any], batch: int = 2) -> tuple[Tensor, Any]
     return torch.cat(found, 1), cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["llama", pytest.param("llama-sequence", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [Layer, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (Used, InPlace))])
 def test_a_rank_keeps_its_heads_and_computes_the_same(plan: str, kind: type[Any]) -> None:

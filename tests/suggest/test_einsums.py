@@ -78,11 +78,11 @@ def stream(batch: int, length: int) -> Call:
     return (torch.randn(batch, length, WIDTH, dtype=torch.float64, requires_grad=True),), {}
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize(
     ("kind", "arguments"), [(ByHeads, "hdk"), (ByHeads, "dhk"), (Dispatched, None), (Everywhere, None)]
 )
-@pytest.mark.one_in(3)
 def test_what_an_einsum_multiplies_by_is_split(kind: Any, arguments: str | None, tp: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(kind(*([arguments] if arguments else []))).double()

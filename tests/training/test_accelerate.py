@@ -90,6 +90,7 @@ def _assert_alike(ours: dict[str, Any], stock: dict[str, Any]) -> None:
     assert torch.equal(ours["seen"], stock["seen"])
 
 
+@pytest.mark.slow
 def test_a_loop_is_that_of_the_unsharded_model_and_goes_on_from_its_state(tmp_path: Path) -> None:
     stock = _loop(None, str(tmp_path / "stock"))
     for ours in world(2).run(_loop, str(tmp_path / "ours")):

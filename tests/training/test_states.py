@@ -64,6 +64,7 @@ def _round_trips(member: Member) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_states_are_the_unsharded_models() -> None:
     for (kind, options), ours in zip(KINDS, world(2).run(_round_trips)[0], strict=True):
         stock = _stepped(made("gpt2"), kind, **options).state_dict()

@@ -270,6 +270,7 @@ def _with_optimizer(member: Member | None, folder: str) -> Any:
     return [[log[name] for log in logs] for name in ("loss", "grad_norm", "learning_rate")], whole(model)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_was_made_before_goes_on(tmp_path: Path) -> None:
     curves, parameters = _with_optimizer(None, str(tmp_path / "stock"))
     for ours, held in world(2).run(_with_optimizer, str(tmp_path / "ours")):
