@@ -12,17 +12,14 @@ import tpplan
 from tests.parity.subjects import subject, with_module, with_parameter
 from tpplan.compiler.ir.layout import Collective
 from tpplan.parity import ParityReport, verify_program
-from tpplan.runtime.modules.linear_layers import ReducedLinear
-from tpplan.runtime.modules.module_runtime import RUNTIME
-from tpplan.runtime.modules.swapped import swapped_class
+from tpplan.runtime.bodies import layer_bodies
 from tpplan.runtime.parameters.distribute import MeshDistributor
 
 
 @pytest.fixture
 def planted(monkeypatch):
-    """Puts a forward in the place of `ReducedLinear`'s, and classes that are derived from that away again."""
-    yield lambda forward: (monkeypatch.setattr(ReducedLinear, "forward", forward), swapped_class.cache_clear())
-    swapped_class.cache_clear()
+    """Puts another body in the place of that of layers split by rows."""
+    return lambda body: monkeypatch.setattr(layer_bodies, "row", body)
 
 
 def verify_planted(plan: str, plant, tp: int = 2) -> ParityReport:
@@ -52,9 +49,8 @@ def test_a_reduction_that_is_dropped_is_named_where_it_should_be():
 def test_a_reduction_that_is_lost_at_run_time_is_named_where_it_should_be(planted):
     model, program, example = subject("torch_transformer", 2)
 
-    def unreduced(self, input):
-        bias = self.__dict__[RUNTIME].reads[1][2](self._parameters["bias"])
-        return functional.linear(input, self.__dict__[RUNTIME].reads[0][2](self._parameters["weight"])) + bias
+    def unreduced(module, runtime, input, weight, bias, leave):
+        return functional.linear(input, weight) + bias
 
     planted(unreduced)
     report = verify_program(model, program, example)
@@ -66,12 +62,8 @@ def test_a_reduction_that_is_lost_at_run_time_is_named_where_it_should_be(plante
 def test_a_bias_that_every_rank_adds_before_the_sum_is_seen(planted, plan):
     model, program, example = subject(plan, 2)
 
-    def biased_before(self, input):
-        runtime = self.__dict__[RUNTIME]
-        if runtime.entries:
-            input = runtime.entries[0].step(input)
-        weight, bias = (runtime.reads[i][2](self._parameters[leaf]) for i, leaf in enumerate(("weight", "bias")))
-        return runtime.exits[0].step(functional.linear(input, weight, bias))
+    def biased_before(module, runtime, input, weight, bias, leave):
+        return leave(functional.linear(input, weight, bias))
 
     planted(biased_before)
     report = verify_program(model, program, example)
@@ -87,10 +79,8 @@ def test_a_bias_of_zeros_hides_nothing(planted):
             if name.endswith("bias"):
                 parameter.zero_()
 
-    def biased_before(self, input):
-        runtime = self.__dict__[RUNTIME]
-        weight, bias = (runtime.reads[i][2](self._parameters[leaf]) for i, leaf in enumerate(("weight", "bias")))
-        return runtime.exits[0].step(functional.linear(input, weight, bias))
+    def biased_before(module, runtime, input, weight, bias, leave):
+        return leave(functional.linear(input, weight, bias))
 
     planted(biased_before)
     report = verify_program(fresh, program, example)

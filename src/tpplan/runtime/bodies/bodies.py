@@ -25,6 +25,7 @@ from tpplan.runtime.around.standalone import alone_moves
 from tpplan.runtime.bodies.expert_bodies import ElsewhereBody, StackBody, own_body
 from tpplan.runtime.bodies.fused_sums import residual_norms
 from tpplan.runtime.bodies.kernel_bodies import Body, active_uses, body_of, choice_of, fused_norms, without_bias
+from tpplan.runtime.bodies.layer_bodies import layer_of
 from tpplan.runtime.bodies.recorded_bodies import Inside
 from tpplan.runtime.bodies.recurrent_bodies import RecurrentBody
 from tpplan.runtime.bodies.split_norm import split_norm_body
@@ -150,7 +151,7 @@ def prepare(
             opened=opened if is_root else (),
             context=context if is_root and (program.flattens_batch or program.replays) else None,
             transposed=spec.transposed,
-            walked=spec.walked,
+            layer=None if is_root or spec.walked else layer_of(spec.style, module),
             shared=any(r.aliases for r in (*spec.entries, *spec.exits)),
             body=_replaced(spec, modules, stock, placements, handed_out, context, steps, readers, use)
             or fused_bodies.get(spec.name)

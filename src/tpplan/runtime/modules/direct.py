@@ -19,15 +19,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from tpplan.compat.dtensors import local_of
 from tpplan.compat.dynamo import COMPILED_CALL
 from tpplan.compat.hooks import FORWARD_HOOKS, global_hook_tables, is_called_as_usual, ordinary_call
 from tpplan.compat.modules import own_parameters
 from tpplan.runtime.bodies.kernel_bodies import Body, Fused
+from tpplan.runtime.bodies.layer_bodies import Layer, without_gradients
 from tpplan.runtime.compiled.compiled_calls import ENTRY
-from tpplan.runtime.modules.linear_layers import ReducedLinear, ShardedLinear, VocabularyEmbedding
 from tpplan.runtime.modules.module_runtime import ModuleRuntime, Reader
 from tpplan.runtime.modules.sharded_modules import ShardedModule
 from tpplan.runtime.modules.writes import stock_class
@@ -147,18 +146,11 @@ def _general(module: nn.Module, runtime: ModuleRuntime) -> Forward:
 
 def _written_out(module: nn.Module, runtime: ModuleRuntime) -> Forward | None:
     """The forward of a module whose operations are known; None for another."""
-    kind = type(module)
     if runtime.random is not None:
         return None
     if runtime.fused is not None and runtime.body is None and len(runtime.entries) < 2 and len(runtime.exits) < 2:
         return _norm(module, runtime, runtime.fused)
-    if runtime.walked:
-        return None
-    if issubclass(kind, ShardedLinear):
-        return _column(module, runtime)
-    if issubclass(kind, ReducedLinear):
-        return _row(module, runtime)
-    return _table(module, runtime) if issubclass(kind, VocabularyEmbedding) else None
+    return None if runtime.layer is None else _layer(module, runtime, runtime.layer)
 
 
 def _where_plain(module: nn.Module, direct: Forward, sources: Sequence[_Source], draws: bool) -> Forward:
@@ -212,16 +204,14 @@ def _only_carries(module: nn.Module) -> bool:
 
 def _has_only_carried(module: nn.Module) -> bool:
     """Whether its class is ours for the sake of another program; in this one it has its stock body."""
-    written_out = isinstance(module, (ShardedLinear, ReducedLinear, VocabularyEmbedding))
-    return isinstance(module, ShardedModule) and not written_out and _has_own_forward(module)
+    return isinstance(module, ShardedModule) and _has_own_forward(module)
 
 
 def _can_serve(module: nn.Module, runtime: ModuleRuntime) -> bool:
     """Whether nothing but the questions would be left out."""
     if not isinstance(module, ShardedModule) or not _has_own_forward(module):
         return False
-    written_out = isinstance(module, (ShardedLinear, ReducedLinear, VocabularyEmbedding)) and not runtime.walked
-    if written_out and runtime.weight is None:  # the program doesn't call it
+    if runtime.layer is not None and runtime.weight is None:  # the program doesn't call it
         return False
     return runtime.classes is None and not runtime.parts
 
@@ -249,25 +239,9 @@ def _reader(read: Reader) -> Reader:
     return local_of if isinstance(read, (BlockReader, SummedReader)) else read
 
 
-def _column(module: nn.Module, runtime: ModuleRuntime) -> Forward:
-    """As `ShardedLinear.forward`."""
-    parameters, linear, enter, leave = own_parameters(module), functional.linear, *_moves(runtime)
-    assert runtime.weight is not None
-    weight, bias = _reader(runtime.weight), None if runtime.bias is None else _reader(runtime.bias)
-
-    def forward(input: Tensor) -> Tensor:
-        if enter is not None:
-            input = enter(input)
-        result = linear(input, weight(parameters["weight"]), None if bias is None else bias(parameters["bias"]))  # pyright: ignore
-        return result if leave is None else leave(result)
-
-    return forward
-
-
-def _row(module: nn.Module, runtime: ModuleRuntime) -> Forward:
-    """As `ReducedLinear.forward`."""
-    parameters, linear, enter, leave = own_parameters(module), functional.linear, *_moves(runtime)
-    transposed = runtime.transposed
+def _layer(module: nn.Module, runtime: ModuleRuntime, layer: Layer) -> Forward:
+    """A written body, as `ModuleRuntime.run_layer` runs it."""
+    parameters, compute, (enter, leave) = own_parameters(module), without_gradients(layer, module), _moves(runtime)
     assert runtime.weight is not None
     weight, bias = _reader(runtime.weight), None if runtime.bias is None else _reader(runtime.bias)
 
@@ -275,40 +249,8 @@ def _row(module: nn.Module, runtime: ModuleRuntime) -> Forward:
         (input,) = args or kwargs.values()
         if enter is not None:
             input = enter(input)
-        held = weight(parameters["weight"])  # pyright: ignore
-        result = input @ held if transposed else linear(input, held)
-        if leave is not None:
-            result = leave(result)
-        return result if bias is None else result + bias(parameters["bias"]).to(result.dtype)  # pyright: ignore
-
-    return forward
-
-
-def _table(module: nn.Module, runtime: ModuleRuntime) -> Forward:
-    """As `VocabularyEmbedding.forward`.
-
-    Which ids other ranks hold is looked up in a table of all ids. An id that no rank holds raises there, on all ranks.
-    """
-    parameters, embedding, _, leave = own_parameters(module), torch.embedding, *_moves(runtime)
-    assert runtime.weight is not None
-    weight, (first_row, all_rows) = _reader(runtime.weight), runtime.table
-    plain = stock_class(module).forward is nn.Embedding.forward
-    foreign = places = None
-
-    def forward(input: Tensor) -> Tensor:
-        nonlocal foreign, places
-        table = weight(parameters["weight"])  # pyright: ignore
-        rows = table.shape[0]
-        if not plain or not rows:
-            return module._looked_up(runtime, input, table)  # pyright: ignore
-        if foreign is None or places is None or foreign.device != table.device:
-            rows_here = torch.arange(-first_row, all_rows - first_row, device=table.device)
-            places = rows_here.clamp(0, rows - 1)
-            foreign = (places != rows_here).unsqueeze(-1)
-        outside = embedding(foreign, input)  # raises for ids below zero, too, which `take` counts from the end
-        here = places.take(input if input.dtype is torch.long else input.long())
-        result = embedding(table, here).masked_fill_(outside, 0)
-        return result if leave is None else leave(result)
+        held = None if bias is None else bias(parameters["bias"])  # pyright: ignore
+        return compute(module, runtime, input, weight(parameters["weight"]), held, leave)  # pyright: ignore
 
     return forward
 

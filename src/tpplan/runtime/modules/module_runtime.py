@@ -17,6 +17,7 @@ from tpplan.compiler.trace.preconditions import MARK
 from tpplan.runtime.around.results import Results
 from tpplan.runtime.around.watched import WatchedCall
 from tpplan.runtime.bodies.kernel_bodies import Body, Fused
+from tpplan.runtime.bodies.layer_bodies import Layer
 from tpplan.runtime.classes.class_scope import ClassBody
 from tpplan.runtime.parameters.handed_out import HandedOut
 from tpplan.runtime.random.mixed_draws import Randomness
@@ -81,7 +82,7 @@ class ModuleRuntime:
         context: for the root, where a reshard needs the batch size: where to note it.
         direct: for the root: forwards for plain calls that record no gradient.
         transposed: whether it is a linear layer whose weight is (inputs, outputs).
-        walked: whether its own forward runs, whatever body its style has.
+        layer: the written body of a single layer; None for a module that runs `body` or its own.
         body: what runs in place of the stock forward; None for that.
         replays: whether that is the record of the stock forward, which calls the modules inside.
         dispatches: whether it exchanges as many rows as the call's numbers say, which no graph can hold.
@@ -112,7 +113,7 @@ class ModuleRuntime:
     context: CallContext | None = None
     direct: DirectForwards | None = None
     transposed: bool = False
-    walked: bool = False
+    layer: Layer | None = None
     shared: bool = False
     alone: ModuleRuntime | None = None
     split_classes: tuple[int, ...] = ()
@@ -145,6 +146,22 @@ class ModuleRuntime:
                     kwargs, copied = dict(kwargs), True
                 kwargs[entry.name] = replaced_at(kwargs[entry.name], entry.inner, entry.step)
         return (args if moved is None else tuple(moved)), kwargs
+
+    def run_layer(
+        self, module: nn.Module, inputs: tuple[Tensor, ...], weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        """Run the written body of a layer.
+
+        Args:
+            module: the layer.
+            inputs: its only argument, whatever its name is.
+            weight, bias: this rank's parts; None for one that its body doesn't read.
+        """
+        (input,) = inputs
+        assert self.layer is not None and weight is not None
+        if self.entries:
+            input = self.entries[0].step(input)
+        return self.layer(module, self, input, weight, bias, self.exits[0].step if self.exits else None)
 
     def keep(self) -> None:
         """Put what the body wrote to parts of buffers into the whole ones."""

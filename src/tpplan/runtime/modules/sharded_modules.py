@@ -1,8 +1,7 @@
 """The class that stock modules are swapped for: same attributes and state_dict, a forward on local shards.
 
 `isinstance(module, nn.Linear)` still holds after a swap, since each class derives from the stock one, and
-`print(model)` shows what a module has become. `layers.py` has the classes of single layers, `swapped.py` makes a class
-for each stock one.
+`print(model)` shows what a module has become. `swapped.py` makes a class for each stock one.
 """
 
 from __future__ import annotations
@@ -47,10 +46,15 @@ class ShardedModule(Watched):
         if active_compiler() is not None:
             return call_compiled(self, args, kwargs)
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
-        if runtime.classes is not None and is_compiled_inside(runtime):
+        if runtime.classes is not None and runtime.layer is None and is_compiled_inside(runtime):
             return run_inside(self, args, kwargs)
         if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
             return call_alone(self, ShardedModule.forward, args, kwargs, super().forward)
+        if runtime.layer is not None:
+            own: dict[str, Any] = self._parameters
+            weight = None if runtime.weight is None else runtime.weight(own["weight"])
+            bias = None if runtime.bias is None else runtime.bias(own["bias"])
+            return runtime.run_layer(self, (*args, *kwargs.values()), weight, bias)
         if runtime.moving or (runtime.entries and torch.is_grad_enabled()):
             args, kwargs = runtime.enter(args, kwargs)
         around = runtime.reads if runtime.handed_out.lends else runtime.borrowed
@@ -87,6 +91,10 @@ class ShardedModule(Watched):
     def _on_shards(self, *args: Any, **kwargs: Any) -> Any:
         """As `forward`, where the tensors to read are in place: in a compiled region."""
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
+        if runtime.layer is not None:
+            own = self.__dict__
+            bias = None if runtime.bias is None else own["bias"]
+            return runtime.run_layer(self, (*args, *kwargs.values()), own["weight"], bias)
         if runtime.entries:
             args, kwargs = runtime.enter(args, kwargs)
         if runtime.body is None:

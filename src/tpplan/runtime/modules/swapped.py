@@ -12,7 +12,6 @@ from tpplan.compat.autograd import recomputes
 from tpplan.compat.modules import own_buffers, own_parameters
 from tpplan.runtime.around.outside_forwards import serving_methods
 from tpplan.runtime.compiled.compiled_entry import as_called, with_entry
-from tpplan.runtime.modules.linear_layers import ReducedLinear, ShardedLinear, VocabularyEmbedding
 from tpplan.runtime.modules.module_runtime import RUNTIME, ModuleRuntime
 from tpplan.runtime.modules.sharded_modules import ShardedModule, ShardedRoot
 from tpplan.runtime.parameters.saved_models import saving_methods
@@ -21,9 +20,7 @@ from tpplan.runtime.parameters.saved_models import saving_methods
 def replaces_body(module: nn.Module) -> bool:
     """Whether a module runs a body of tpplan's in place of its own, and of all inside."""
     runtime: ModuleRuntime | None = module.__dict__.get(RUNTIME)
-    if runtime is None or runtime.walked or runtime.replays:
-        return False
-    return runtime.body is not None or isinstance(module, (ShardedLinear, ReducedLinear, VocabularyEmbedding))
+    return runtime is not None and not runtime.replays and (runtime.body or runtime.layer) is not None
 
 
 _PREFIX: dict[str | None, str] = {
@@ -76,15 +73,7 @@ def swapped_class(
         root: whether the module is the model itself.
         tensors: the module's own, which its body reads.
     """
-    base: type[ShardedModule] = ShardedModule
-    if root:
-        base = ShardedRoot
-    elif style == "colwise" and stock.forward is nn.Linear.forward:
-        base = ShardedLinear
-    elif style == "rowwise":
-        base = ReducedLinear
-    elif style == "vocab" and nn.Embedding in stock.__mro__:
-        base = VocabularyEmbedding
+    base: type[ShardedModule] = ShardedRoot if root else ShardedModule
     name = f"{_PREFIX[style]}{stock.__name__}"
     methods = serving_methods(stock, _is_outside) | saving_methods(stock) if root else {}
     own = {"forward": as_called(base.forward, stock.forward), "__module__": stock.__module__, "__doc__": stock.__doc__}
