@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpplan.ambience import ambience
 from tpplan.calls.guard import CallGuard
-from tpplan.checkpoint import load_weights, save_weights
+from tpplan.checkpoint.loading import load_weights
+from tpplan.checkpoint.save import save_weights
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.request import Request

@@ -22,7 +22,7 @@ from tests.checkpoint.test_load import Wide
 from tests.checkpoint.test_round_trip import PLAN
 from tests.marking import slow_but
 from tests.runtime.world import Member, world
-from tpplan.checkpoint import load_weights
+from tpplan import load_weights
 from tpplan.checkpoint.assembled import assembled, reads
 from tpplan.checkpoint.files import CheckpointError
 from tpplan.checkpoint.loading import load

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import tpplan
 from tests.runtime.world import Member, world
-from tpplan.checkpoint import load_weights, save_weights
+from tpplan import load_weights, save_weights
 from tpplan.checkpoint.files import CheckpointError
 
 PLAN = """

@@ -58,8 +58,11 @@ def test_equal_embeddings_exit_with_0_and_progress_is_chatter(
     assert captured.err == "   0 s  working\n" and captured.out.count("2.0e-07") == 2
 
 
-def test_the_sizes_and_plans_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, asked = demo(monkeypatch, comparison(), "--tp", "3", "3", "6", "--plan", "my.yaml")
+@pytest.mark.parametrize("sizes", ["3 3 6", "3 --tp 6", "3 6 --tp 3"])
+def test_the_sizes_and_plans_can_be_chosen(sizes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my.yaml").write_text("version: 1\nmodules: {a: colwise}\n")
+    monkeypatch.chdir(tmp_path)
+    _, asked = demo(monkeypatch, comparison(), "--tp", *sizes.split(), "--plan", "my.yaml")
     assert asked == [([3, 6], ["my.yaml"])]
 
 

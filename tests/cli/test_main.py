@@ -14,7 +14,8 @@ from tpplan.cli import schema
 from tpplan.cli.main import main
 
 SOURCES = Path(__file__).parents[2] / "src"
-COMMANDS = ["validate", "explain", "verify", "checkpoint", "demo", "bench", "rule", "schema"]
+COMMANDS = ["validate", "explain", "verify", "suggest", "export", "checkpoint", "demo", "bench", "plans", "rule"]
+COMMANDS += ["schema"]
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -36,8 +37,13 @@ def test_the_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> Non
     assert all(re.search(rf"^    {command}( |$)", text, re.MULTILINE) for command in COMMANDS)
 
 
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    bare = capsys.readouterr()
+    assert main(["--help"]) == 0 and capsys.readouterr() == bare and bare.err == ""
+
+
 WRONG_USAGES = [
-    "",
     "nonsense",
     "validate",
     "validate x --format xml",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tpplan.cli.arguments import FORMATS
+from tpplan.cli.finding_options import FORMATS
 from tpplan.cli.main import main
 
 TEXT = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
@@ -14,11 +14,14 @@ TEXT = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8
 def test_every_command_and_format_is_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     commands = re.findall(r"^    (\w+)(?: |$)", capsys.readouterr().out, re.MULTILINE)
-    assert len(commands) == 10
+    assert len(commands) == 11
     assert all(f"| `{word}` |" in TEXT for word in [*commands, *FORMATS])
 
 
-@pytest.mark.parametrize("command", ["validate", "suggest", "rule", "checkpoint inspect", "checkpoint check"])
+OPTIONED = ["validate", "suggest", "export", "plans", "rule", "checkpoint inspect", "checkpoint check"]
+
+
+@pytest.mark.parametrize("command", OPTIONED)
 def test_every_option_is_on_the_page(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command.split(), "--help"]) == 0
     options = set(re.findall(r"(?<!\w)--[a-z]+", capsys.readouterr().out)) - {"--help"}

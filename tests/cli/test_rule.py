@@ -6,14 +6,17 @@ from tpplan.cli.main import main
 from tpplan.plan import CATALOGUE
 from tpplan.plan.plan_keys import json_schema
 
+CODES = ["TP012", "tp012", "tp12", "TP-12", "12", " Tp0012 ", "unmatched-pattern", "Unmatched-Pattern"]
+UNKNOWN = [("TP9999", ""), ("tp", ""), ("TP998", "TP199"), ("unmatched-patern", "unmatched-pattern")]
 
-@pytest.mark.parametrize("wanted", ["TP012", "tp012", "unmatched-pattern", "Unmatched-Pattern"])
+
+@pytest.mark.parametrize("wanted", CODES)
 def test_a_code_is_found_by_number_and_by_name(wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rule", wanted]) == 0
     assert capsys.readouterr().out.startswith("TP012 unmatched-pattern (error)\n")
 
 
-@pytest.mark.parametrize(("wanted", "hint"), [("TP9999", ""), ("unmatched-patern", "unmatched-pattern")])
+@pytest.mark.parametrize(("wanted", "hint"), UNKNOWN)
 def test_an_unknown_code_exits_with_2_and_a_hint(wanted: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rule", wanted]) == 2
     captured = capsys.readouterr()

@@ -128,7 +128,7 @@ def test_mistakes_of_a_base_are_reported_with_the_child_s(tmp_path: Path) -> Non
 def test_a_missing_base_suggests_a_shipped_plan() -> None:
     _, (finding,) = check_plan("version: 1\nextends: lama\n")
     assert finding.code == "TP010"
-    assert finding.help == "did you mean the shipped plan `llama`?"
+    assert finding.help == "did you mean the shipped plan `llama`? `tpplan plans` lists them all"
 
 
 @pytest.mark.parametrize(

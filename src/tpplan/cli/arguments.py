@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tpplan.cli.exit_codes import FAILED
 
 if TYPE_CHECKING:
+    Options = argparse._ActionsContainer  # pyright: ignore[reportPrivateUsage]
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # pyright: ignore[reportPrivateUsage]
 
-FORMATS = ("full", "concise", "json", "github")
-MODEL_HELP = "a folder or file with a transformers config.json, hf:MODEL_TYPE, or package.module:callable"
+MODEL_HELP = (
+    "a folder or file with a transformers config.json, a model in the Hugging Face cache (OWNER/NAME), hf:MODEL_TYPE, "
+    "or package.module:callable"
+)
 PLAN_HELP = "a plan file, or a shipped plan's name"
 _PIPED_WIDTH = 100
 _NO_MODEL = "the following arguments are required: --model"  # argparse's words
@@ -38,17 +43,6 @@ def add_command(
     return parser
 
 
-def add_format_argument(parser: argparse.ArgumentParser) -> None:
-    """Add `--format`."""
-    parser.add_argument(
-        "--format",
-        choices=FORMATS,
-        default="full",
-        metavar="|".join(FORMATS),
-        help="how findings are written (default: full)",
-    )
-
-
 def add_text_format_argument(parser: argparse.ArgumentParser, whole: str) -> None:
     """Add `--format` of a command that shows tables; `whole` is what it writes as JSON."""
     parser.add_argument(
@@ -64,7 +58,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
     """Add `--model` and what goes with it."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", metavar="REF", required=required, help=MODEL_HELP)
-    group.add_argument("--tp", type=positive, metavar="N", help="the number of ranks on the axis (default: 2)")
+    add_sizes_argument(group, "the number of ranks on the axis (default: 2); several are taken one after the other")
     group.add_argument(
         "--set",
         dest="overrides",
@@ -78,6 +72,30 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
     group.add_argument("--sequence", type=positive, metavar="N", help="the sequence length of the example inputs")
     if required:
         parser.error = functools.partial(_refuse, parser, parser.error)
+
+
+def add_sizes_argument(parser: Options, help: str) -> None:
+    """Add `--tp`, which takes one number of ranks or several: `--tp 2 4`, or `--tp 2 --tp 4`."""
+    parser.add_argument("--tp", dest="sizes", type=positive, action="append", metavar="N", help=help)
+
+
+def add_output_argument(parser: argparse.ArgumentParser, what: str, *names: str, folder: bool = False) -> None:
+    """Add an option for where `what` is written; a place where nothing can be is refused before anything is done."""
+    parser.add_argument(
+        *names,
+        metavar="FOLDER" if folder else "FILE",
+        type=_writable_folder if folder else _writable_file,
+        help=f"where to write {what}",
+    )
+
+
+def with_sizes_apart(words: Sequence[str]) -> list[str]:
+    """Arguments in which each number behind `--tp` has an option of its own, so that no other word is taken for one."""
+    apart: list[str] = []
+    for word in words:
+        behind = apart[-2:-1] == ["--tp"] or (bool(apart) and apart[-1].startswith("--tp="))
+        apart += ["--tp", word] if behind and word.isdecimal() else [word]
+    return apart
 
 
 def _refuse(parser: argparse.ArgumentParser, usual: Callable[[str], NoReturn], message: str) -> NoReturn:
@@ -101,6 +119,40 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
+
+
+def _writable_file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"can't write {text}: it's a folder")
+    _require_place(path, text)
+    return path
+
+
+def _writable_folder(text: str) -> Path:
+    path = Path(text)
+    if path.is_file():
+        raise argparse.ArgumentTypeError(f"can't write to {text}: it's a file")
+    _require_place(path, text)
+    return path
+
+
+def _require_place(path: Path, text: str) -> None:
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"can't write {text}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"can't write {text}: permission denied")
+
+
+def readable_file(text: str) -> Path:
+    """A file that is there, and may be read."""
+    path = Path(text)
+    if not path.is_file():
+        reason = "it's a folder" if path.is_dir() else "there is no such file"
+        raise argparse.ArgumentTypeError(f"can't read {text}: {reason}")
+    if not os.access(path, os.R_OK):
+        raise argparse.ArgumentTypeError(f"can't read {text}: permission denied")
+    return path
 
 
 def override(text: str) -> tuple[str, str]:

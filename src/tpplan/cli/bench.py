@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpplan.cli.arguments import add_command
+from tpplan.cli.arguments import add_command, add_output_argument
 from tpplan.cli.exit_codes import CLEAN, UsageError
 
 if TYPE_CHECKING:
@@ -42,8 +41,8 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument(
         "benchmarks", nargs="*", type=_name, metavar="BENCHMARK", help=f"{', '.join(_NAMES)} (default: all)"
     )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the raw figures there")
-    parser.add_argument("--docs", metavar="FOLDER", type=Path, help="write benchmarks.md and benchmarks/ there")
+    add_output_argument(parser, "the raw figures", "--json")
+    add_output_argument(parser, "benchmarks.md and benchmarks/", "--docs", folder=True)
     parser.add_argument("--quick", action="store_true", help="only try whether it runs; the figures mean nothing")
     parser.add_argument("--tune", action="store_true", help="with `kernels`: measure and keep their thresholds")
     parser.set_defaults(run=run)

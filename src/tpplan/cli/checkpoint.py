@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from tpplan.cli.arguments import (
     PLAN_HELP,
     add_command,
-    add_format_argument,
     add_model_arguments,
     add_text_format_argument,
 )
-from tpplan.cli.compile_model import compile_for, model_and_inputs, ranks_of, refuse_model_options
+from tpplan.cli.compile_model import compile_for, findings_for, model_and_inputs, ranks_text, refuse_model_options
 from tpplan.cli.exit_codes import CLEAN, UsageError, exit_code
+from tpplan.cli.finding_options import add_finding_arguments, show_findings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from tpplan.checkpoint.stored import Checkpoint
     from tpplan.cli.arguments import Subparsers
     from tpplan.compiler.ir.program import Program
-    from tpplan.plan import Diagnostic
+    from tpplan.plan import Diagnostic, Plan
 
+_T = TypeVar("_T")
 _EXAMPLES = """\
   tpplan checkpoint inspect Llama-3.2-1B                                     its tensors
   tpplan checkpoint inspect Llama-3.2-1B --plan llama --model Llama-3.2-1B --tp 4
@@ -72,8 +73,9 @@ def register(subparsers: Subparsers) -> None:
         description="Compile the plan, and compare the checkpoint with the model; every misfit at once.",
         examples=_CHECK,
     )
+    check.set_defaults(together=True)
     check.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
-    add_format_argument(check)
+    add_finding_arguments(check)
     add_model_arguments(check, required=True)
 
 
@@ -93,16 +95,21 @@ def run_inspect(arguments: argparse.Namespace) -> int:
         raise UsageError("--plan and --model go together: they say what a rank reads")
     if arguments.model is None:
         refuse_model_options(arguments)
-    from tpplan.checkpoint.stored import read_checkpoint
+    from tpplan.checkpoint.files import find_checkpoint
     from tpplan.plan import load_plan
+
+    find_checkpoint(arguments.path)
+    plan = None if arguments.plan is None else load_plan(arguments.plan)
+    given = None if arguments.model is None else model_and_inputs(arguments)
+
+    from tpplan.checkpoint.stored import read_checkpoint
 
     checkpoint = read_checkpoint(arguments.path)
     program: Program | None = None
     shares: Mapping[str, Sequence[int]] = {}
-    if arguments.plan is not None:
-        model, inputs = model_and_inputs(arguments)
-        program = compile_for(arguments, load_plan(arguments.plan), model, inputs)
-        shares = _shares(program, checkpoint, model)
+    if plan is not None and given is not None:
+        program = compile_for(arguments, plan, *given)
+        shares = _shares(program, checkpoint, given[0])
     from tpplan.cli.checkpoint_tables import as_json, as_text
     from tpplan.report.quantities import encodable
 
@@ -117,26 +124,41 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 
 def run_check(arguments: argparse.Namespace) -> int:
     """Print every finding about the plan, the model and the checkpoint; the exit code says whether it would load."""
-    from tpplan.checkpoint.stored import read_checkpoint
-    from tpplan.plan import PlanError, load_plan
+    from tpplan.checkpoint.files import find_checkpoint
+    from tpplan.cli.model_reference import named_model
+    from tpplan.plan import check_plan
 
-    findings: list[Diagnostic] = []
-    model: nn.Module | None = None
-    checkpoint: Checkpoint | None = None
+    plan, findings = check_plan(arguments.plan)
+    _, unfound = _tried(lambda: find_checkpoint(arguments.path))
+    _, unnamed = _tried(lambda: named_model(arguments.model))
+    findings += (*unfound, *unnamed)
+    if exit_code(findings) == CLEAN and plan is not None:
+        findings += _misfits(arguments, plan)
+    good = f"{arguments.path} would load into {arguments.model} at {ranks_text(arguments)}."
+    return show_findings(findings, arguments, good)
+
+
+def _misfits(arguments: argparse.Namespace, plan: Plan) -> list[Diagnostic]:
+    from tpplan.checkpoint.stored import read_checkpoint
+
+    checkpoint, findings = _tried(lambda: read_checkpoint(arguments.path))
+    findings += () if checkpoint is None else checkpoint.warnings
+    loaded, wrong = _tried(lambda: model_and_inputs(arguments))
+    findings += wrong
+    if loaded is not None:
+        findings += findings_for(arguments, [plan], *loaded)
+        findings += [] if checkpoint is None else _compared(loaded[0], checkpoint)
+    return findings
+
+
+def _tried(make: Callable[[], _T]) -> tuple[_T | None, list[Diagnostic]]:
+    """What `make` gives, or what it finds wrong."""
+    from tpplan.plan import PlanError
+
     try:
-        checkpoint = read_checkpoint(arguments.path)
-        findings += checkpoint.warnings
+        return make(), []
     except PlanError as error:
-        findings += error.diagnostics
-    try:
-        model, inputs = model_and_inputs(arguments)
-        findings += compile_for(arguments, load_plan(arguments.plan), model, inputs).diagnostics
-    except PlanError as error:
-        findings += error.diagnostics
-    if model is not None and checkpoint is not None:
-        findings += _compared(model, checkpoint)
-    _show(findings, arguments)
-    return exit_code(findings)
+        return None, list(error.diagnostics)
 
 
 def _compared(model: nn.Module, checkpoint: Checkpoint) -> list[Diagnostic]:
@@ -156,17 +178,3 @@ def _shares(program: Program, checkpoint: Checkpoint, model: nn.Module) -> Mappi
     from tpplan.checkpoint.share import bytes_by_rank
 
     return bytes_by_rank(program, by_model_names(model, checkpoint.tensors)[0], dict(model.named_buffers()))
-
-
-def _show(findings: list[Diagnostic], arguments: argparse.Namespace) -> None:
-    from tpplan.report.diagnostics import Format, render, summary, wants_color
-
-    chosen = Format(arguments.format)
-    text = render(findings, chosen, color=wants_color(sys.stdout))
-    if text:
-        print(text)
-    if chosen in (Format.FULL, Format.CONCISE):
-        if text and chosen is Format.FULL:
-            print()
-        good = f"{arguments.path} would load into {arguments.model} at tp={ranks_of(arguments)}."
-        print(" ".join([*([good] if exit_code(findings) == CLEAN else []), *([summary(findings)] if findings else [])]))

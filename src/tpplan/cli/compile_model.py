@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tpplan.cli.exit_codes import UsageError
+from tpplan.cli.finding_options import PLACED
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,6 +22,11 @@ DEFAULT_TP = 2
 def ranks_of(arguments: argparse.Namespace) -> int:
     """The number of ranks: `--tp`, or its default."""
     return arguments.tp or DEFAULT_TP
+
+
+def ranks_text(arguments: argparse.Namespace) -> str:
+    """Every number of ranks that was asked for: `tp=2`, or `tp=2, tp=4`."""
+    return ", ".join(f"tp={size}" for size in arguments.sizes or [DEFAULT_TP])
 
 
 def model_and_inputs(arguments: argparse.Namespace, *, sized: bool = True, **options: bool) -> tuple[nn.Module, Any]:
@@ -39,29 +46,47 @@ def model_and_inputs(arguments: argparse.Namespace, *, sized: bool = True, **opt
     return load_model(arguments.model, dict(arguments.overrides), **sizes, **options)
 
 
-def compile_for(arguments: argparse.Namespace, plan: Plan, model: nn.Module, inputs: Any) -> Program:
-    """The program of `plan` for a model on the ranks of `--tp`; findings that keep it from compiling are raised."""
+def compile_for(
+    arguments: argparse.Namespace, plan: Plan, model: nn.Module, inputs: Any, size: int | None = None
+) -> Program:
+    """The program of `plan` for a model on `size` ranks, or those of `--tp`; what keeps it from compiling is raised."""
     from tpplan.api import compile_plan
 
     options = {"device": device} if (device := getattr(arguments, "device", None)) else {}
-    return compile_plan(model, plan, tp=ranks_of(arguments), inputs=inputs, **options)
+    return compile_plan(model, plan, tp=size or ranks_of(arguments), inputs=inputs, **options)
 
 
-def findings_for(arguments: argparse.Namespace, plans: Iterable[Plan]) -> list[Diagnostic]:
-    """Compile each plan for `--model`; every finding, whether or not they compile."""
+def findings_for(
+    arguments: argparse.Namespace, plans: Iterable[Plan], model: nn.Module, inputs: Any
+) -> list[Diagnostic]:
+    """Compile each plan at each number of ranks; every finding, whether or not they compile."""
     from tpplan.plan import PlanError
 
-    try:
-        model, inputs = model_and_inputs(arguments)
-    except PlanError as error:
-        return list(error.diagnostics)
     findings: list[Diagnostic] = []
+    sizes = arguments.sizes or [DEFAULT_TP]
     for plan in plans:
-        try:
-            findings += compile_for(arguments, plan, model, inputs).diagnostics
-        except PlanError as error:
-            findings += error.diagnostics
+        found: dict[Diagnostic, list[int]] = {}
+        for size in sizes:
+            try:
+                diagnostics = compile_for(arguments, plan, model, inputs, size).diagnostics
+            except PlanError as error:
+                diagnostics = error.diagnostics
+            for diagnostic in diagnostics:
+                found.setdefault(diagnostic, []).append(size)
+        findings += (_told(diagnostic, plan, sizes, met, arguments.format) for diagnostic, met in found.items())
     return findings
+
+
+def _told(diagnostic: Diagnostic, plan: Plan, sizes: Sequence[int], met: Sequence[int], shown: str) -> Diagnostic:
+    """A finding with the numbers of ranks at which it was met, if not at all, and with a place where one is wanted."""
+    from tpplan.plan import Position, Span
+
+    if len(met) < len(sizes):
+        where = ", ".join(f"tp={size}" for size in met)
+        diagnostic = replace(diagnostic, message=f"{diagnostic.message} (at {where})")
+    if diagnostic.span is None and shown in PLACED and plan.sources:
+        diagnostic = replace(diagnostic, span=Span(plan.sources[0], Position(1, 1), Position(1, 2)))
+    return diagnostic
 
 
 def refuse_model_options(arguments: argparse.Namespace) -> None:

@@ -6,10 +6,9 @@ import argparse
 import shutil
 import sys
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from tpplan.cli.arguments import add_command, positive
+from tpplan.cli.arguments import add_command, add_sizes_argument
 from tpplan.cli.exit_codes import CLEAN, FINDINGS, UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +18,6 @@ _EXAMPLES = """\
   tpplan demo
   tpplan demo --tp 4 --plan my.yaml      a plan of your own for the same model
 """
-_T = TypeVar("_T")
 _SIZES = (2, 4)
 _PLANS = ("bert", "bert-sequence")
 _PIPED_WIDTH = 100
@@ -35,26 +33,24 @@ def register(subparsers: Subparsers) -> None:
         description="Shard a small trained model over several processes on this machine, and compare the results.",
         examples=_EXAMPLES,
     )
-    parser.add_argument(
-        "--tp",
-        type=positive,
-        nargs="+",
-        default=list(_SIZES),
-        metavar="N",
-        help="numbers of processes, one after the other (default: 2 4)",
-    )
+    add_sizes_argument(parser, "numbers of processes, one after the other (default: 2 4)")
     parser.add_argument(
         "--plan",
         nargs="+",
-        default=list(_PLANS),
+        action="extend",
         metavar="PLAN",
         help="plan files, or shipped plans' names (default: bert bert-sequence)",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, together=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the comparison; 1 if the sharded model doesn't compute what the unsharded one does."""
+    from tpplan.plan import load_plan
+
+    plans = list(dict.fromkeys(arguments.plan or _PLANS))
+    for plan in plans:
+        load_plan(plan)
     from tpplan.demo.embedding import find_weights
 
     weights = find_weights()
@@ -67,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tpplan.report.quantities import encodable
 
     try:
-        found = compare(weights, _unique(arguments.tp), _unique(arguments.plan), _Progress())
+        found = compare(weights, arguments.sizes or list(_SIZES), plans, _Progress())
     except RanksError as error:
         if getattr(arguments, "traceback", False):
             print(*getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
@@ -76,10 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
     text = render_comparison(found, width=width, color=wants_color(sys.stdout))
     print(encodable(text, sys.stdout.encoding))
     return CLEAN if found.ok else FINDINGS
-
-
-def _unique(items: Sequence[_T]) -> list[_T]:
-    return list(dict.fromkeys(items))
 
 
 class _Progress:

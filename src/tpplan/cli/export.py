@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpplan.cli.arguments import PLAN_HELP, add_command, add_model_arguments
-from tpplan.cli.compile_model import compile_for, model_and_inputs, refuse_model_options
+from tpplan.cli.arguments import PLAN_HELP, add_command, add_model_arguments, add_output_argument
+from tpplan.cli.compile_model import compile_for, model_and_inputs, ranks_of, refuse_model_options
 from tpplan.cli.exit_codes import CLEAN, UsageError
 
 if TYPE_CHECKING:
@@ -39,15 +39,14 @@ def register(subparsers: Subparsers) -> None:
     )
     parser.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
     parser.add_argument("--to", choices=("transformers",), required=True, help="the library that is to read it")
-    parser.add_argument("-o", "--out", metavar="FILE", help="where to write it (default: standard output)")
+    add_output_argument(parser, "it (default: standard output)", "-o", "--out")
     add_model_arguments(parser, required=False)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, together=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the plan; findings that keep it from being written are raised."""
     from tpplan.plan import load_plan
-    from tpplan.report.diagnostics import render, wants_color
 
     plan = load_plan(arguments.plan)
     exported = _exported(arguments, plan)
@@ -55,30 +54,41 @@ def run(arguments: argparse.Namespace) -> int:
         print(exported.to_json(), end="")
     else:
         try:
-            Path(arguments.out).write_text(exported.to_json(), encoding="utf-8")
+            arguments.out.write_text(exported.to_json(), encoding="utf-8")
         except OSError as error:
             raise UsageError(f"can't write {arguments.out}: {error.strerror}") from None
         print(f"tpplan export: wrote {arguments.out}", file=sys.stderr)
     if exported.notes:
+        from tpplan.report.diagnostics import render, wants_color
+
         print(render(exported.notes, color=wants_color(sys.stderr)), file=sys.stderr)
     return CLEAN
 
 
 def _exported(arguments: argparse.Namespace, plan: Plan) -> Exported:
-    from tpplan.suggest import export_program, export_rules
-
     if arguments.model is None:
         arguments.model = _architecture(arguments.plan)
     if arguments.model is None:
         refuse_model_options(arguments)
+        from tpplan.suggest import export_rules
+
         return export_rules(plan)
     model, inputs = model_and_inputs(arguments)
-    return export_program(compile_for(arguments, plan.with_whole_sequences(), model, inputs), plan, model)
+    from tpplan.suggest import export_program
+
+    whole, sizes = plan.with_whole_sequences(), arguments.sizes or [ranks_of(arguments)]
+    found = {n: export_program(compile_for(arguments, whole, model, inputs, n), plan, model) for n in sizes}
+    first = found[sizes[0]]
+    other = next((size for size in sizes if found[size].to_json() != first.to_json()), None)
+    if other is not None:
+        raise UsageError(f"at tp={other} the program needs other styles than at tp={sizes[0]}; export one at a time")
+    return first
 
 
 def _architecture(source: str) -> str | None:
     """The architecture that a shipped plan is named after."""
     from tpplan.hf.configs import known_types
+    from tpplan.hf.library import UnusableError
     from tpplan.plan import shipped_plan_names
 
     kind = source.removesuffix("-sequence")
@@ -86,5 +96,5 @@ def _architecture(source: str) -> str | None:
         return None
     try:
         return f"hf:{kind}" if kind in known_types() else None
-    except ImportError:
+    except UnusableError:
         return None

@@ -1,21 +1,27 @@
+# PYTHON_ARGCOMPLETE_OK
 """The entry point: finds the command, runs it, and turns whatever happens into an exit code."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from typing import TYPE_CHECKING
 
-from tpplan.cli import bench, checkpoint, demo, explain, export, rule, schema, suggest, validate, verify
-from tpplan.cli.exit_codes import BROKEN_PIPE, FAILED, INTERRUPTED, UsageError, exit_code
+from tpplan.cli import bench, checkpoint, demo, explain, export, plans, rule, schema, suggest, validate, verify
+from tpplan.cli.arguments import with_sizes_apart
+from tpplan.cli.completion import complete
+from tpplan.cli.exit_codes import BROKEN_PIPE, CLEAN, FAILED, INTERRUPTED, UsageError, exit_code
 
 if TYPE_CHECKING:
     from tpplan.plan import Diagnostic
 
-_COMMANDS = (validate, explain, verify, suggest, export, checkpoint, demo, bench, rule, schema)
+_COMMANDS = (validate, explain, verify, suggest, export, checkpoint, demo, bench, plans, rule, schema)
 _EXAMPLES = """\
 examples:
   tpplan validate plans/llama.yaml                     check a plan by itself
@@ -30,10 +36,44 @@ exit codes: 0 clean, 1 findings, 2 used wrongly or failed
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; nothing but the code gets out."""
     _tolerate_narrow_encodings()
+    words = with_sizes_apart(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
+        complete(parser)
     try:
-        parsed = _parser().parse_args(arguments)
+        parsed = parser.parse_args(words)
     except SystemExit as exit_request:
         return exit_request.code if isinstance(exit_request.code, int) else FAILED
+    sizes: list[int] = list(dict.fromkeys(getattr(parsed, "sizes", None) or ()))
+    parsed.sizes, parsed.tp = sizes, sizes[0] if sizes else None
+    if len(sizes) < 2 or getattr(parsed, "together", False):
+        return _run(parsed)
+    return _run_each(parsed, sizes)
+
+
+def _run_each(parsed: argparse.Namespace, sizes: list[int]) -> int:
+    """Run the command for one number of ranks after the other: text under a line of its own, JSON in one array."""
+    codes: list[int] = []
+    written: list[str] = []
+    as_json = getattr(parsed, "format", "") == "json"
+    for size in sizes:
+        one = argparse.Namespace(**{**vars(parsed), "tp": size, "sizes": [size]})
+        if as_json:
+            with redirect_stdout(StringIO()) as held:
+                codes.append(_run(one))
+            written += [held.getvalue().rstrip()] if held.getvalue().strip() else []
+        else:
+            print(f"{'' if size == sizes[0] else chr(10)}tp={size}", flush=True)
+            codes.append(_run(one))
+        if codes[-1] in (BROKEN_PIPE, INTERRUPTED):
+            return codes[-1]
+    if as_json:
+        print("[\n" + ",\n".join(written) + "\n]")
+    return max(codes)
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    """Run the command, and make an exit code of whatever happens."""
     try:
         code = parsed.run(parsed)
         sys.stdout.flush()
@@ -64,10 +104,16 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser.set_defaults(run=functools.partial(_show_help, parser))
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in _COMMANDS:
         command.register(subparsers)
     return parser
+
+
+def _show_help(parser: argparse.ArgumentParser, _: argparse.Namespace) -> int:
+    parser.print_help()
+    return CLEAN
 
 
 class _Version(argparse.Action):

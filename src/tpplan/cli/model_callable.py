@@ -7,13 +7,15 @@ import inspect
 import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any
-
-import torch
-from torch import nn
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from tpplan.cli.model_problem import first_line, problem
+from tpplan.plan import PlanError
 from tpplan.plan.wording import all_of, with_article
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _NAME_A_MAKER = "name a function that makes a torch.nn.Module, or its class"
 _LISTED = 5
@@ -22,6 +24,10 @@ _LISTED = 5
 def from_callable(module: str, name: str, overrides: dict[str, Any], reference: str) -> tuple[nn.Module, Any]:
     """Call `module:name` with the overrides; the model and its inputs, which are None if it doesn't give any."""
     make = _imported(module, name, reference)
+
+    import torch
+    from torch import nn
+
     if isinstance(make, nn.Module):
         raise problem(
             f"`{reference}` is a model already, {with_article(type(make).__name__)}",
@@ -45,23 +51,34 @@ def from_callable(module: str, name: str, overrides: dict[str, Any], reference: 
     return pair[0], pair[1]
 
 
-def _imported(module: str, name: str, reference: str) -> Any:
-    """What stands in a module under a name."""
+def require_module(module: str, name: str, reference: str) -> None:
+    """Report a module that can't be there; nothing is imported."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     if module.endswith(".py") or "/" in module:
         dotted = module.removesuffix(".py").removeprefix("./").replace("/", ".").strip(".")
         raise problem(f"`{module}` is a file's name, not a module's", f"write `{dotted}:{name}`")
+    outermost = module.partition(".")[0]
+    if outermost not in sys.modules and (not outermost or find_spec(outermost) is None):
+        raise _no_module(outermost, reference)
+
+
+def _no_module(module: str, reference: str) -> PlanError:
+    return problem(
+        f"there is no module `{module}` to import `{reference}` from",
+        "run tpplan in the folder that holds it, or put that folder on PYTHONPATH",
+    )
+
+
+def _imported(module: str, name: str, reference: str) -> Any:
+    """What stands in a module under a name."""
     try:
         held = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             message = f"importing `{module}` needs `{error.name}`, which isn't installed"
             raise problem(message, "install it, or run tpplan in the environment where it is") from None
-        raise problem(
-            f"there is no module `{error.name}` to import `{reference}` from",
-            "run tpplan in the folder that holds it, or put that folder on PYTHONPATH",
-        ) from None
+        raise _no_module(error.name, reference) from None
     except Exception as error:  # whatever the module raises is the finding
         message = f"importing `{module}` raised {type(error).__name__}: {first_line(error)}"
         raise problem(message, f"mend it: `python -c 'import {module}'` must pass") from None
@@ -98,4 +115,4 @@ def _check_arguments(make: Any, overrides: Mapping[str, Any], reference: str) ->
         raise problem(message, f"give {given}, or name a function without arguments that makes the model")
 
 
-__all__ = ["from_callable"]
+__all__ = ["from_callable", "require_module"]

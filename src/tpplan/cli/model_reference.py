@@ -1,24 +1,23 @@
-"""Loading the model that `--model` names, on the meta device."""
+"""Loading the model that `--model` names, on the meta device. What leads nowhere is told before torch is imported."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from tpplan.cli.model_callable import from_callable
-from tpplan.cli.model_dtype import stored_dtype, with_dtype
+from tpplan.cli.model_callable import from_callable, require_module
 from tpplan.cli.model_problem import first_line, problem
-from tpplan.hf.build import build_stock, named_class, usual_class
-from tpplan.hf.configs import StoredConfig, default_config, known_types, read_config
+from tpplan.hf.configs import StoredConfig, default_config, known_types, read_config, read_fields, require_type
+from tpplan.hf.hub import cached_model, may_be_id, not_cached
 from tpplan.hf.library import UnusableError
-from tpplan.inputs import BATCH, example_call
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    _Made = Callable[[dict[str, Any], bool], tuple[nn.Module, Any]]
 
 
 def load_model(
@@ -34,8 +33,9 @@ def load_model(
     A transformers model has the dtype that `from_pretrained` would load it in.
 
     Args:
-        reference: a folder or file with a transformers config.json, `hf:MODEL_TYPE`, or `package.module:callable`; the
-            callable takes no arguments and returns a model, or a model and its inputs.
+        reference: a folder or file with a transformers config.json, the name of a model in the cache of the Hugging
+            Face hub, `hf:MODEL_TYPE`, or `package.module:callable`; the callable takes no arguments and returns a
+            model, or a model and its inputs.
         overrides: config fields to replace; values are read as JSON where that works.
         batch, sequence: sizes of the example inputs of transformers models.
         float32: whether to build transformers models in float32, whatever config and overrides say.
@@ -43,8 +43,10 @@ def load_model(
     Raises:
         PlanError: TP122, if there is no such model.
     """
-    model, inputs = _build(reference, {key: _value(text) for key, text in overrides.items()}, float32)
+    model, inputs = named_model(reference)({key: _value(text) for key, text in overrides.items()}, float32)
     if inputs is None and (batch is not None or sequence is not None):
+        from tpplan.inputs import BATCH, example_call
+
         _, inputs = example_call(model, 8, None, batch=batch or BATCH, sequence=sequence)
     return model, inputs
 
@@ -56,24 +58,41 @@ def _value(text: str) -> Any:
         return text
 
 
-def _build(reference: str, overrides: dict[str, Any], float32: bool) -> tuple[nn.Module, Any]:
+def named_model(reference: str) -> _Made:
+    """What makes the model that `reference` names, of overrides and of whether it's to be in float32.
+
+    Raises:
+        PlanError: TP122, where that can be told without importing torch.
+    """
     prefix, colon, name = reference.partition(":")
-    if colon and prefix.lower() == "hf":
-        return _transformers_model(reference, lambda: default_config(name, reference), overrides, float32), None
     path = Path(reference)
-    if reference and path.exists():
-        return _transformers_model(reference, lambda: _of_folder(path), overrides, float32), None
+    try:
+        if colon and prefix.lower() == "hf":
+            require_type(name, reference)
+            return _of_transformers(reference, lambda: default_config(name, reference))
+        held = path if reference and path.exists() else cached_model(reference)
+        if held is not None:
+            read_fields(held)
+            return _of_transformers(reference, lambda: _of_folder(held))
+        if may_be_id(reference):
+            raise not_cached(reference)
+    except UnusableError as error:
+        raise problem(error.message, error.way_out) from None
     if colon and prefix and name:
-        return from_callable(prefix, name, overrides, reference)
+        require_module(prefix, name, reference)
+        return lambda overrides, _: from_callable(prefix, name, overrides, reference)
     raise problem(
         f"`{reference}` is no file or folder, no `hf:MODEL_TYPE` and no `package.module:callable`", _meant(reference)
     )
 
 
+def _of_transformers(reference: str, read: Callable[[], StoredConfig]) -> _Made:
+    return lambda overrides, float32: (_transformers_model(reference, read, overrides, float32), None)
+
+
 def _meant(reference: str) -> str:
     """What a reference of no known form may have been meant for."""
-    kinds = known_types() if find_spec("transformers") is not None else []
-    close = get_close_matches(reference.strip(":"), kinds, 1, 0.8)
+    close = get_close_matches(reference.strip(":"), known_types(), 1, 0.8)
     if close:
         return f"did you mean `hf:{close[0]}`?"
     if reference and not reference.startswith((".", ":")) and "/" not in reference and reference.isprintable():
@@ -88,6 +107,10 @@ def _meant(reference: str) -> str:
 
 
 def _of_folder(path: Path) -> StoredConfig:
+    import torch
+
+    from tpplan.cli.model_dtype import stored_dtype, with_dtype
+
     stored = read_config(path, lambda fields, file: with_dtype(fields, f"`{file}`"))
     if stored.config.dtype is None:
         name = stored_dtype(path)
@@ -100,9 +123,14 @@ def _of_folder(path: Path) -> StoredConfig:
 def _transformers_model(
     reference: str, read: Callable[[], StoredConfig], overrides: dict[str, Any], float32: bool
 ) -> nn.Module:
+    import torch
+
+    from tpplan.cli.model_dtype import with_dtype
+    from tpplan.hf.build import build_stock, named_class, usual_class
+
+    given = with_dtype(overrides, "--set")
     try:
-        stored = read()
-        config = _overridden(stored, with_dtype(overrides, "--set"), reference)
+        config = _overridden(read(), given, reference)
         if float32:
             config.dtype = torch.float32
         return build_stock(named_class(config) or usual_class(config), config)

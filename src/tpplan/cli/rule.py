@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tpplan.plan import CatalogueEntry
 
 _EXAMPLES = """\
-  tpplan rule TP012                     by code
+  tpplan rule TP012                     by code; tp12 will do
   tpplan rule unmatched-pattern         by name
   tpplan rule                           the list of all
   tpplan rule --all --markdown          the reference page
@@ -48,22 +48,25 @@ def run(arguments: argparse.Namespace) -> int:
         entries = CATALOGUE.values()
         text = markdown_page(entries) if arguments.markdown else "\n\n".join(entry_text(entry) for entry in entries)
     else:
-        text = index_text(CATALOGUE.values()) if arguments.code is None else entry_text(_find(arguments.code))
+        text = index_text(CATALOGUE.values()) if arguments.code is None else entry_text(find_entry(arguments.code))
     print(text)
     return CLEAN
 
 
-def _find(wanted: str) -> CatalogueEntry:
-    from tpplan.plan import CATALOGUE
+def find_entry(wanted: str) -> CatalogueEntry:
+    """The entry of a code or name.
+
+    Raises:
+        UsageError: there is none; it says which is near.
+    """
+    from tpplan.plan.catalogue import CATALOGUE, entry_of
     from tpplan.plan.nearest import did_you_mean
 
-    if wanted.upper() in CATALOGUE:
-        return CATALOGUE[wanted.upper()]
-    by_name = {entry.name: entry for entry in CATALOGUE.values()}
-    if wanted.lower() in by_name:
-        return by_name[wanted.lower()]
-    nearest = did_you_mean(wanted, by_name) or did_you_mean(wanted, [code.lower() for code in CATALOGUE])
-    hint = (
-        f"did you mean {nearest if nearest in by_name else nearest.upper()}?" if nearest else "`tpplan rule` lists all"
+    found = entry_of(wanted)
+    if found is not None:
+        return found
+    names = [entry.name for entry in CATALOGUE.values()]
+    nearest = did_you_mean(wanted, names) or (did_you_mean(wanted, [code.lower() for code in CATALOGUE]) or "").upper()
+    raise UsageError(
+        f"there is no code {wanted!r}; " + (f"did you mean {nearest}?" if nearest else "`tpplan rule` lists all")
     )
-    raise UsageError(f"there is no code {wanted!r}; {hint}")

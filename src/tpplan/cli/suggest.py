@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpplan.cli.arguments import add_command, add_model_arguments
+from tpplan.cli.arguments import add_command, add_model_arguments, add_output_argument, readable_file
 from tpplan.cli.compile_model import model_and_inputs, ranks_of
 from tpplan.cli.exit_codes import CLEAN, UsageError
 
@@ -38,7 +37,7 @@ def register(subparsers: Subparsers) -> None:
         description="Find a plan for a model from the flow of its data, prove it, and write it with comments.",
         examples=_EXAMPLES,
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="where to write the plan (default: standard output)")
+    add_output_argument(parser, "the plan (default: standard output)", "-o", "--output")
     parser.add_argument(
         "--sequence-parallel",
         action="store_true",
@@ -57,10 +56,11 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--from-deepspeed",
         metavar="FILE",
+        type=readable_file,
         help="write what DeepSpeed's AutoTP config says, in tpplan's words; it isn't proved",
     )
     add_model_arguments(parser, required=True)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, together=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(text, end="")
         return CLEAN
     try:
-        Path(arguments.output).write_text(text, encoding="utf-8")
+        arguments.output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"can't write {arguments.output}: {error.strerror}") from None
     print(f"tpplan suggest: wrote {arguments.output}", file=sys.stderr)
@@ -93,5 +93,5 @@ def _text(model: nn.Module, inputs: Any, arguments: argparse.Namespace) -> str:
     if arguments.from_deepspeed:
         from tpplan.suggest import import_deepspeed
 
-        return import_deepspeed(model, Path(arguments.from_deepspeed), plan_name(model))
+        return import_deepspeed(model, arguments.from_deepspeed, plan_name(model))
     return suggest_text(model, ranks_of(arguments), arguments.sequence_parallel, inputs, training=arguments.training)

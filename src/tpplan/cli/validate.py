@@ -6,9 +6,9 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from tpplan.cli.arguments import add_command, add_format_argument, add_model_arguments
-from tpplan.cli.compile_model import findings_for, ranks_of, refuse_model_options
-from tpplan.cli.exit_codes import CLEAN, exit_code
+from tpplan.cli.arguments import add_command, add_model_arguments
+from tpplan.cli.compile_model import findings_for, model_and_inputs, ranks_text, refuse_model_options
+from tpplan.cli.finding_options import add_finding_arguments, show_findings
 
 if TYPE_CHECKING:
     from tpplan.cli.arguments import Subparsers
@@ -19,7 +19,8 @@ _EXAMPLES = """\
   tpplan validate llama --model hf:llama --tp 8             a shipped plan against an architecture
   tpplan validate my.yaml --model ./checkpoint --set num_hidden_layers=2
   tpplan validate my.yaml --model ./checkpoint --device cuda  as on a GPU, without one
-  tpplan validate my.yaml --format github                   annotations in a GitHub workflow
+  tpplan validate my.yaml --model ./checkpoint --tp 2 4 8   at several numbers of ranks
+  tpplan validate my.yaml --format github --strict          annotations in a GitHub workflow; warnings fail
   tpplan validate - < my.yaml                               from standard input
 """
 
@@ -34,7 +35,7 @@ def register(subparsers: Subparsers) -> None:
         examples=_EXAMPLES,
     )
     parser.add_argument("plans", nargs="+", metavar="PLAN", help="a plan file, a shipped plan's name, or - for stdin")
-    add_format_argument(parser)
+    add_finding_arguments(parser)
     add_model_arguments(parser, required=False)
     parser.add_argument(
         "--device",
@@ -42,12 +43,12 @@ def register(subparsers: Subparsers) -> None:
         help="where the model will run, if it isn't the CPU: the sharded model runs there once on fake tensors, which "
         "takes no GPU",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, together=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check every plan; the exit code says whether any has errors."""
-    from tpplan.plan import check_plan
+    from tpplan.plan import PlanError, check_plan
 
     if arguments.model is None:
         refuse_model_options(arguments)
@@ -59,10 +60,14 @@ def run(arguments: argparse.Namespace) -> int:
         if plan is not None:
             plans.append(plan)
     if plans and arguments.model is not None:
-        diagnostics += findings_for(arguments, plans)
-    unique = list(dict.fromkeys(diagnostics))
-    _show(unique, arguments)
-    return exit_code(unique)
+        try:
+            diagnostics += findings_for(arguments, plans, *model_and_inputs(arguments))
+        except PlanError as error:
+            diagnostics += error.diagnostics
+    count = len(arguments.plans)
+    valid = "The plan is valid" if count == 1 else f"All {count} plans are valid"
+    against = f" for {arguments.model} at {ranks_text(arguments)}" if arguments.model else ""
+    return show_findings(diagnostics, arguments, f"{valid}{against}.")
 
 
 def _standard_input() -> str:
@@ -70,25 +75,3 @@ def _standard_input() -> str:
 
     # The line break makes it text rather than a path; bytes that aren't UTF-8 are for the reader to report.
     return sys.stdin.buffer.read(MAX_BYTES + 1).decode("utf-8", "surrogateescape") + "\n"
-
-
-def _show(diagnostics: list[Diagnostic], arguments: argparse.Namespace) -> None:
-    from tpplan.report.diagnostics import Format, render, summary, wants_color
-
-    chosen = Format(arguments.format)
-    text = render(diagnostics, chosen, color=wants_color(sys.stdout))
-    if text:
-        print(text)
-    if chosen in (Format.FULL, Format.CONCISE):
-        if text and chosen is Format.FULL:
-            print()
-        print(_closing_line(diagnostics, summary(diagnostics), arguments))
-
-
-def _closing_line(diagnostics: list[Diagnostic], summary: str, arguments: argparse.Namespace) -> str:
-    if exit_code(diagnostics) != CLEAN:
-        return summary
-    count = len(arguments.plans)
-    valid = "The plan is valid" if count == 1 else f"All {count} plans are valid"
-    against = f" for {arguments.model} at tp={ranks_of(arguments)}" if arguments.model else ""
-    return f"{valid}{against}. {summary}" if diagnostics else f"{valid}{against}."

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
   tpplan verify llama --model hf:llama --tp 4 --set num_hidden_layers=2 --set hidden_size=512
-  tpplan verify my.yaml --model my_package.models:make_model --tp 2 --processes
+  tpplan verify my.yaml --model my_package.models:make_model --tp 2 4 --processes
   tpplan verify llama --model ./config.json --dtype float32 --format json
 
 The model is run on made-up numbers, unsharded and sharded, forward and backward, on the CPU. Exit codes: 0 the sharded
@@ -55,12 +55,12 @@ def run(arguments: argparse.Namespace) -> int:
     from tpplan.plan import load_plan
 
     plan = load_plan(arguments.plan)
+    model, inputs = model_and_inputs(arguments, float32=True)
 
     import torch
 
     from tpplan.parity import VerifyError, verify
 
-    model, inputs = model_and_inputs(arguments, float32=True)
     try:
         report = verify(
             model,

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +18,8 @@ from tpplan.plan.wording import one_of
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
+_TABLES = ("auto_mappings.py", "configuration_auto.py")
+_ENTRY = re.compile(r"""["'](?![A-Z_]+["'])([^"'\s]+)["'][\]\s]*[:,=]\s*["']\w*Config["']""")
 _COMMON_TYPES = ("llama", "qwen3", "gpt2", "bert")
 
 
@@ -32,19 +38,28 @@ class StoredConfig:
     config: Any
 
 
-def known_types() -> list[str]:
-    """Every model type that transformers has."""
-    return list(transformers_for("a model type").CONFIG_MAPPING.keys())
+def known_types() -> tuple[str, ...]:
+    """Every model type that transformers has: before it's imported, which takes seconds, those that its tables name."""
+    listed = () if "transformers" in sys.modules else _listed_types()
+    if not listed and find_spec("transformers") is not None:
+        return tuple(transformers_for("a model type").CONFIG_MAPPING.keys())
+    return listed
 
 
-def default_config(kind: str, what: str) -> StoredConfig:
-    """The default config of a model type.
+@cache
+def _listed_types() -> tuple[str, ...]:
+    spec = find_spec("transformers")
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    tables = [Path(folder, "models", "auto", name) for folder in folders for name in _TABLES]
+    found = dict.fromkeys(e for t in tables if t.is_file() for e in _ENTRY.findall(t.read_text(encoding="utf-8")))
+    return tuple(found) if set(_COMMON_TYPES) <= set(found) else ()
 
-    Raises:
-        UnusableError: there is none; it says which is meant.
-    """
-    transformers = transformers_for(what)
-    known: list[str] = list(transformers.CONFIG_MAPPING.keys())
+
+def require_type(kind: str, what: str) -> None:
+    """Raise an `UnusableError` if transformers has no such model type; it says which is meant."""
+    known = known_types()
+    if not known:
+        transformers_for(what)
     if kind not in known:
         close = get_close_matches(kind, known, 3)
         raise UnusableError(
@@ -53,7 +68,16 @@ def default_config(kind: str, what: str) -> StoredConfig:
             if close
             else f"use one of transformers' {len(known)} model types, such as {one_of(_COMMON_TYPES)}",
         )
-    return StoredConfig(None, {}, transformers.CONFIG_MAPPING[kind]())
+
+
+def default_config(kind: str, what: str) -> StoredConfig:
+    """The default config of a model type.
+
+    Raises:
+        UnusableError: there is none; it says which is meant.
+    """
+    require_type(kind, what)
+    return StoredConfig(None, {}, transformers_for(what).CONFIG_MAPPING[kind]())
 
 
 def read_config(path: Path, adapted: Callable[[dict[str, Any], Path], dict[str, Any]] | None = None) -> StoredConfig:
@@ -66,8 +90,24 @@ def read_config(path: Path, adapted: Callable[[dict[str, Any], Path], dict[str, 
     Raises:
         UnusableError: there is none, or transformers can't read it.
     """
-    file = path / CONFIG if path.is_dir() else path
+    file, fields = read_fields(path)
+    if adapted is not None:
+        fields = adapted(fields, file)
     transformers = transformers_for(str(path))
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers' classes check their fields, and raise whatever they like
+        raise UnusableError(f"`{file}` is no transformers config: {first_line(error)}", "check its fields") from None
+    return StoredConfig(file, fields, config)
+
+
+def read_fields(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The config file in a folder, or that file, and what it says. transformers isn't imported for it.
+
+    Raises:
+        UnusableError: there is none, or none of a model that transformers has.
+    """
+    file = path / CONFIG if path.is_dir() else path
     if not file.is_file():
         raise UnusableError(
             f"`{path}` has no config.json", "name a folder that save_pretrained wrote, or its config.json"
@@ -80,21 +120,15 @@ def read_config(path: Path, adapted: Callable[[dict[str, Any], Path], dict[str, 
     kind = fields.get("model_type")
     if not isinstance(kind, str):
         raise UnusableError(f"`{file}` is no transformers config: it has no `model_type`", "add one, such as `llama`")
-    if kind not in transformers.CONFIG_MAPPING:
+    if kind not in known_types():
         if fields.get("auto_map"):
             raise UnusableError(
                 f"`{file}` names code of its own (`auto_map`), which tpplan doesn't run: transformers has no model "
                 f"type `{kind}`",
                 "build the model from that code on `meta`, then call `tpplan.parallelize` and `tpplan.load_weights`",
             )
-        default_config(kind, str(path))
-    if adapted is not None:
-        fields = adapted(fields, file)
-    try:
-        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers' classes check their fields, and raise whatever they like
-        raise UnusableError(f"`{file}` is no transformers config: {first_line(error)}", "check its fields") from None
-    return StoredConfig(file, fields, config)
+        require_type(kind, str(path))
+    return file, fields
 
 
 def read_generation_config(folder: Path) -> Any:
@@ -140,5 +174,7 @@ __all__ = [
     "default_config",
     "known_types",
     "read_config",
+    "read_fields",
     "read_generation_config",
+    "require_type",
 ]

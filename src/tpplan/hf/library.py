@@ -29,8 +29,15 @@ def transformers_for(what: str) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, in a line."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """What an exception says, in a line: its first, and what follows where that ends in a colon."""
+    told: list[str] = []
+    for line in str(error).strip().splitlines():
+        told.append(line.strip())
+        if not line.rstrip().endswith(":"):
+            break
+    if isinstance(error, KeyError):
+        return f"there is no {' '.join(told)}"  # it says the key alone
+    return " ".join(told) or type(error).__name__
 
 
 __all__ = ["UnusableError", "first_line", "transformers_for"]

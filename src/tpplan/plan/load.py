@@ -10,15 +10,14 @@ from typing import Final, NamedTuple
 
 from tpplan.plan.diagnostic import Diagnostic
 from tpplan.plan.exceptions import PlanError
-from tpplan.plan.locate import find_plan, shipped_plan_names, shown_path
-from tpplan.plan.nearest import did_you_mean
+from tpplan.plan.locate import find_plan, shown_path
 from tpplan.plan.nodes import Node, ScalarNode, nodes_from_data, shorten
 from tpplan.plan.plan import Plan
 from tpplan.plan.problems import Problems, Stop
 from tpplan.plan.read_plan import Document, read_document
 from tpplan.plan.rules import KernelRule, Rule
+from tpplan.plan.shipped import shipped_help
 from tpplan.plan.vocabulary import DEFAULT_AXIS
-from tpplan.plan.wording import one_of
 from tpplan.plan.yaml_source import MAX_BYTES, compose, decode
 
 PlanSource = str | os.PathLike[str] | Mapping[str, object]
@@ -130,7 +129,7 @@ class _Loader:
         """Report a path or name that leads nowhere."""
         shown = shorten(text, 200) or "''"
         message = "is a folder, not a plan file" if text and _is_folder(text) else "there is no such file"
-        self.problems.add("TP019", message, subject=shown, help=_shipped_help(text))
+        self.problems.add("TP019", message, subject=shown, help=shipped_help(text))
         return Stop()
 
     def extended(self, document: Document, chain: tuple[_Origin, ...]) -> tuple[Document, tuple[_Origin, ...]]:
@@ -157,7 +156,7 @@ class _Loader:
         if path is None:
             message = f"`{shorten(token.text)}` is neither a file nor a plan that ships with tpplan"
             notes = (f"a path is taken from the folder of {chain[-1].shown}",)
-            help_text = _shipped_help(token.text)
+            help_text = shipped_help(token.text)
             self.problems.add("TP010", message, token, label="not found", help=help_text, notes=notes)
             return None
         origin = _Origin(shown_path(Path(os.path.normpath(path))), path)
@@ -193,14 +192,6 @@ def _merge_kernels(base: tuple[KernelRule, ...], child: tuple[KernelRule, ...]) 
     merged = {(str(rule.pattern), rule.kind): rule for rule in base}
     merged |= {(str(rule.pattern), rule.kind): rule for rule in child}
     return tuple(merged.values())
-
-
-def _shipped_help(text: str) -> str:
-    names = shipped_plan_names()
-    nearest = did_you_mean(Path(text[:200]).stem, names) if text else None
-    if nearest:
-        return f"did you mean the shipped plan `{nearest}`?"
-    return f"give a file, or a shipped plan: {one_of(names)}" if names else "check the path"
 
 
 def _is_folder(text: str) -> bool:

@@ -22,12 +22,16 @@ def shipped_plan_directory() -> Path | None:
     return None
 
 
+def shipped_plan_paths() -> list[Path]:
+    """The files of the shipped plans, sorted by name."""
+    directory = shipped_plan_directory()
+    found = [] if directory is None else [path for path in directory.iterdir() if path.suffix in _SUFFIXES]
+    return sorted(found, key=lambda path: path.stem)
+
+
 def shipped_plan_names() -> tuple[str, ...]:
     """The names of the shipped plans, sorted, such as `llama`."""
-    directory = shipped_plan_directory()
-    if directory is None:
-        return ()
-    return tuple(sorted(path.stem for path in directory.iterdir() if path.suffix in _SUFFIXES))
+    return tuple(path.stem for path in shipped_plan_paths())
 
 
 def find_plan(name_or_path: str | os.PathLike[str], relative_to: Path | None = None) -> Path | None:

@@ -1,4 +1,4 @@
-"""Rendering findings: in full with the source line, in one line each, as JSON, and as GitHub annotations."""
+"""Rendering findings: in full with the source line, in one line each, as JSON or SARIF, and as GitHub annotations."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Final, TextIO
 
 from tpplan.plan import Diagnostic, Severity
 from tpplan.report.excerpt import excerpt, printable
+from tpplan.report.sarif import in_repository, render_sarif
 
 _RESET: Final = "\x1b[0m"
 _BOLD: Final = "\x1b[1m"
@@ -26,10 +27,11 @@ class Format(StrEnum):
     CONCISE = "concise"
     JSON = "json"
     GITHUB = "github"
+    SARIF = "sarif"
 
 
 def render(diagnostics: Iterable[Diagnostic], format: Format = Format.FULL, *, color: bool = False) -> str:
-    """The findings as text, ordered by file, line, column and code; empty if there are none, unless it's JSON."""
+    """The findings as text, by file, line, column and code; empty if there are none, unless it's JSON or SARIF."""
     ordered = sorted(diagnostics, key=lambda diagnostic: diagnostic.sort_key)
     return _RENDERERS[format](ordered, color)
 
@@ -86,11 +88,16 @@ def _render_github(diagnostics: Sequence[Diagnostic], color: bool) -> str:
     return "\n".join(_github(diagnostic) for diagnostic in diagnostics)
 
 
+def _render_sarif(diagnostics: Sequence[Diagnostic], color: bool) -> str:
+    return render_sarif(diagnostics)
+
+
 _RENDERERS: Final[dict[Format, Callable[[Sequence[Diagnostic], bool], str]]] = {
     Format.FULL: _render_full,
     Format.CONCISE: _render_concise,
     Format.JSON: _render_json,
     Format.GITHUB: _render_github,
+    Format.SARIF: _render_sarif,
 }
 
 
@@ -132,11 +139,11 @@ def _github(diagnostic: Diagnostic) -> str:
     span = diagnostic.span
     properties: dict[str, object] = {}
     if span:
-        properties |= {"file": span.file, "line": span.start.line, "col": span.start.column}
+        properties |= {"file": in_repository(span.file), "line": span.start.line, "col": span.start.column}
         properties |= {"endLine": span.end.line, "endColumn": max(span.end.column - 1, 1)}
     properties["title"] = f"{diagnostic.code} {diagnostic.name}"
     written = ",".join(f"{key}={_escape_property(str(value))}" for key, value in properties.items())
-    about = f"{diagnostic.subject}: " if span is None and diagnostic.subject else ""
+    about = f"{diagnostic.subject}: " if (span is None or span.source is None) and diagnostic.subject else ""
     lines = [about + diagnostic.message]
     if diagnostic.help:
         lines.append(f"help: {diagnostic.help}")

@@ -19,6 +19,7 @@ from tpplan.compiler.bind.recurrent_layers import recurrence
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, Pack, packed, sharded
 from tpplan.compiler.ir.replaced_bodies import Recurrence, SharedExperts
 from tpplan.plan import Diagnostic, Pin, Plan, Rule, Style
+from tpplan.plan.shipped import naming_shipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,8 @@ def bind_rules(model: nn.Module, plan: Plan) -> tuple[Binding, list[Diagnostic]]
     modules = dict(named_modules(model, remove_duplicate=False))
     parameters = [name for name, _ in stored_tensors(model)]
     matched = plan.match((name for name in modules if name), parameters)
-    diagnostics = list(matched.diagnostics)
+    architecture = getattr(getattr(model, "config", None), "model_type", None)
+    diagnostics = naming_shipped(matched.diagnostics, type(model).__name__, architecture, plan.name)
     bound: dict[str, Bound] = {}
     wrappers: dict[str, Diagnostic] = {}
     for name, rule in matched.rules.items():

@@ -6,6 +6,7 @@ out: `CATALOGUE["TP176"]`: lost-rank, an error
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,4 +23,15 @@ def _entries() -> Iterator[CatalogueEntry]:
 
 CATALOGUE: Final = {entry.code: entry for entry in sorted(_entries(), key=lambda entry: entry.code)}
 
-__all__ = ["CATALOGUE", "CatalogueEntry", "Severity"]
+_CODE: Final = re.compile(r"(?:tp)?[-_ ]?0*([0-9]{1,3})", re.IGNORECASE)
+
+
+def entry_of(wanted: str) -> CatalogueEntry | None:
+    """The entry of a code or of a name, in any case; of a code, `TP` and zeros may be left out: `tp12` is TP012."""
+    found = _CODE.fullmatch(wanted.strip())
+    if found is not None:
+        return CATALOGUE.get(f"TP{int(found[1]):03d}")
+    return next((entry for entry in CATALOGUE.values() if entry.name == wanted.strip().lower()), None)
+
+
+__all__ = ["CATALOGUE", "CatalogueEntry", "Severity", "entry_of"]
