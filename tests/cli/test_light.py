@@ -26,7 +26,7 @@ CASES = [
     ("suggest --model empty.json", 2, "has no `model_type`"),
     ("suggest --model hf:llama -o nowhere/plan.yaml", 2, "there is no folder nowhere"),
     ("suggest --model hf:llama -o .", 2, "it's a folder"),
-    ("suggest --model hf:llama --from-deepspeed nowhere.json", 2, "there is no such file"),
+    ("suggest --model hf:llama --from-deepspeed nowhere.json", 1, "TP215"),
     ("export llama --to transformers -o nowhere/plan.json", 2, "there is no folder nowhere"),
     ("export my.yaml --to transformers --model nowhere/at-all", 2, "TP019"),
     ("checkpoint inspect nowhere", 1, "there is no checkpoint"),

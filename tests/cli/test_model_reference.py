@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -104,6 +105,39 @@ def test_a_wrong_architecture_is_explained(reference: str, why: str, way_out: st
     pytest.importorskip("transformers")
     message, found = reported(reference)
     assert why in message and way_out in found, (message, found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"num_hidden_layers": "two"}, "expected int, got str (value: 'two')"),
+        ({"hidden_size": "100"}, "100) is not a multiple of the number of attention heads (32)"),
+        ({"hidden_act": "nothing"}, "there is no 'nothing'"),
+    ],
+)
+def test_a_config_s_own_reason_is_told_whole(settings: dict[str, str], reason: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(PlanError) as caught:
+        load_model("hf:llama", {"num_hidden_layers": "1"} | settings)
+    assert reason in caught.value.diagnostics[0].message
+
+
+@pytest.mark.parametrize("name", ["owner/small-llama", "small-llama"])
+def test_a_model_of_the_hub_is_read_from_the_cache(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    cached = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+    (cached / "snapshots" / "0123").mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0123")
+    fields = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
+    (cached / "snapshots" / "0123" / "config.json").write_text(json.dumps(fields | {"dtype": "bfloat16"}))
+    model, _ = load_model(name, {})
+    assert type(model).__name__ == "LlamaForCausalLM" and str(model.dtype) == "torch.bfloat16"
+    message, way_out = reported("owner/another")
+    assert str(tmp_path / "hub") in message and "`hf download owner/another config.json`" in way_out
 
 
 @pytest.mark.parametrize(("reference", "given"), [("owned:Net", False), ("owned:pair", True), ("owned:wide", False)])

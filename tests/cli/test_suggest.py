@@ -1,5 +1,6 @@
 """`tpplan suggest` writes plans that `tpplan validate` takes."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,33 @@ def test_without_a_file_the_plan_goes_to_stdout(capsys: pytest.CaptureFixture[st
 def test_nothing_to_import_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["suggest", "--model", "hf:gpt2", "--set", "n_layer=1", "--from-hf"]) == 1
     assert "TP123" in capsys.readouterr().err
+
+
+def test_a_plan_for_several_numbers_of_ranks_is_proved_at_each(capsys: pytest.CaptureFixture[str]) -> None:
+    model = [word for word in MODEL if word not in ("--tp", "2")]
+    assert main(["suggest", *model, "--tp", "2", "16"]) == 0  # more ranks than heads: these stay whole
+    text = capsys.readouterr().out
+    assert "over 16 ranks" in text and "self_attn.{q" not in text
+
+
+@pytest.mark.parametrize("set_to", ["", "https://example.org/plan.json"])
+def test_editors_are_told_of_a_schema_that_there_is(
+    set_to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TPPLAN_SCHEMA", set_to)
+    assert main(["schema"]) == 0
+    schema = capsys.readouterr().out
+    found = []
+    for folder in (tmp_path / "without", tmp_path / "with"):
+        folder.mkdir()
+        if folder.name == "with":
+            (folder / "plan.schema.json").write_text(schema)
+        assert main(["suggest", *MODEL, "-o", str(folder / "x.yaml")]) == 0
+        found.append((folder / "x.yaml").read_text().splitlines()[0].removeprefix("# yaml-language-server: $schema="))
+    assert found == ([set_to] * 2 if set_to else [json.loads(schema)["$id"], "plan.schema.json"])
+    capsys.readouterr()
+    assert main(["plans", "--show", "llama"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith(f"={set_to or 'urn:tpplan:plan:1'}")
 
 
 def test_a_folder_that_isn_t_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,3 +141,21 @@ def test_a_plan_with_mistakes_is_not_compiled(
     compiler = stand_in(monkeypatch)
     assert validate(capsys, "bad.yaml", "--model", "x")[0] == 1
     assert compiler.asked == []
+
+
+SMALL = ["num_hidden_layers=1", "hidden_size=64", "intermediate_size=96", "num_attention_heads=4"]
+SMALL += ["num_key_value_heads=4"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "code", "says"),
+    [("1", 0, "valid for hf:llama at tp=1."), ("3", 0, "TP132"), ("8", 1, "use at most 4 ranks"), ("1 2", 0, "tp=2.")],
+)
+def test_a_number_of_ranks_is_fine_or_the_most_is_told(
+    sizes: str, code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    settings = [f"--set={setting}" for setting in SMALL]
+    assert main(["validate", "llama", "--model", "hf:llama", *settings, "--tp", *sizes.split()]) == code
+    text = capsys.readouterr().out
+    assert says in text and "single head" not in text

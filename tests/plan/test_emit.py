@@ -60,6 +60,6 @@ def test_a_plan_survives_being_written_and_read(data: dict[str, object]) -> None
 
 def test_a_written_plan_reads_like_a_plan_file() -> None:
     written = load_plan(TOY_PLAN).to_yaml()
-    assert written.startswith("# yaml-language-server: $schema=plan.schema.json\nversion: 1\nname: toy\naxis: tp\n")
+    assert written.startswith("# yaml-language-server: $schema=urn:tpplan:plan:1\nversion: 1\nname: toy\naxis: tp\n")
     assert "  lm_head: {style: colwise, output: replicate}\n" in written
     assert "  model.embed_tokens: vocab\n" in written

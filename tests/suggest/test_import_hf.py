@@ -7,6 +7,7 @@ from torch import nn
 
 import tpplan
 from tests.models.tiny import tiny_model
+from tests.zoo.architectures import build
 from tpplan.suggest import import_plan
 
 
@@ -50,6 +51,24 @@ def test_what_has_no_counterpart_is_a_comment_with_the_reason() -> None:
     assert "# model.norm: replicated_with_grad_allreduce    needs no rule" in text
     assert "# model.experts.up: colwise    matches no module" in text
     assert "# model.down: magic    has no counterpart" in text
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "granitemoe", "deepseek_v3"])
+def test_experts_that_are_parameters_are_split(name: str) -> None:
+    model, inputs = build(name)
+    left_out: list[str] = []
+    plan = tpplan.load_plan(import_plan(model, name, left_out))
+    assert left_out == []
+    program = tpplan.compile_plan(model, plan, 2, inputs)
+    split = [held for held in program.parameters if held.shape != held.local_shape]
+    assert any("experts" in held.names[0] for held in split), split
+
+
+def test_what_is_left_out_is_told_apart_from_what_is_needless() -> None:
+    left_out: list[str] = []
+    brought = {"up": "colwise", "norm": "replicated_with_grad_allreduce", "experts.up": "colwise", "down": "magic"}
+    import_plan(Brings(brought | {"model": "rowwise"}), "x", left_out)
+    assert left_out == ["model.down: magic (has no counterpart among the styles)"]
 
 
 def test_a_model_without_a_plan_of_its_own_is_refused() -> None:

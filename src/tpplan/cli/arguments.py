@@ -144,17 +144,6 @@ def _require_place(path: Path, text: str) -> None:
         raise argparse.ArgumentTypeError(f"can't write {text}: permission denied")
 
 
-def readable_file(text: str) -> Path:
-    """A file that is there, and may be read."""
-    path = Path(text)
-    if not path.is_file():
-        reason = "it's a folder" if path.is_dir() else "there is no such file"
-        raise argparse.ArgumentTypeError(f"can't read {text}: {reason}")
-    if not os.access(path, os.R_OK):
-        raise argparse.ArgumentTypeError(f"can't read {text}: permission denied")
-    return path
-
-
 def override(text: str) -> tuple[str, str]:
     """A `key=value` pair; the value stays text."""
     key, equals, value = text.partition("=")

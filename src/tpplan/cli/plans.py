@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import TYPE_CHECKING
 
 from tpplan.cli.arguments import add_command
@@ -11,6 +12,7 @@ from tpplan.cli.exit_codes import CLEAN, UsageError
 if TYPE_CHECKING:
     from tpplan.cli.arguments import Subparsers
 
+_SCHEMA_LINE = re.compile(r"\A# yaml-language-server:.*\n")  # of the schema beside the shipped plans
 _EXAMPLES = """\
   tpplan plans                          all, with the models that they are for
   tpplan plans qwen                     those with `qwen` in their name or their model's
@@ -36,6 +38,7 @@ def register(subparsers: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the list, or one plan."""
     from tpplan.plan.shipped import shipped_help, shipped_plans
+    from tpplan.plan.written import schema_comment
 
     if arguments.show is not None:
         if arguments.pattern is not None:
@@ -44,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         found = next((plan for plan in shipped_plans() if plan.name == name), None)
         if found is None:
             raise UsageError(f"no plan `{arguments.show}` ships with tpplan; {shipped_help(arguments.show)}")
-        print(found.path.read_text(encoding="utf-8"), end="")
+        text = found.path.read_text(encoding="utf-8")
+        print(_SCHEMA_LINE.sub(lambda _: schema_comment(), text), end="")
         return CLEAN
     pattern: str = arguments.pattern or "*"
     listed = [plan for plan in shipped_plans() if plan.matches(pattern)]

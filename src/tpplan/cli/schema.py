@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
   tpplan schema > plan.schema.json
-  # and as a plan's first line, for completion in an editor:
+  # and as the first line of plans beside it, for completion in an editor:
   # yaml-language-server: $schema=plan.schema.json
 """
 

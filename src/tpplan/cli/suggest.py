@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpplan.cli.arguments import add_command, add_model_arguments, add_output_argument, readable_file
-from tpplan.cli.compile_model import model_and_inputs, ranks_of
-from tpplan.cli.exit_codes import CLEAN, UsageError
+from tpplan.cli.arguments import add_command, add_model_arguments, add_output_argument
+from tpplan.cli.compile_model import compile_for, model_and_inputs, ranks_of
+from tpplan.cli.exit_codes import CLEAN, FINDINGS, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 _EXAMPLES = """\
   tpplan suggest --model hf:llama --tp 8 -o llama.yaml
   tpplan suggest --model ./config.json --tp 4 --sequence-parallel
-  tpplan suggest --model my_package.models:make_model --tp 2
+  tpplan suggest --model my_package.models:make_model --tp 2 4             a plan for both numbers of ranks
   tpplan suggest --model hf:qwen3 --from-hf                 the plan that the model brings along, in tpplan's words
   tpplan suggest --model ./checkpoint --from-deepspeed ds_config.json
   tpplan suggest --model hf:gpt2 --tp 4 | tpplan validate - --model hf:gpt2 --tp 4
@@ -51,12 +53,13 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--from-hf",
         action="store_true",
-        help="write the plan that a transformers model brings along, in tpplan's words; it isn't proved",
+        help="write the plan that a transformers model brings along, in tpplan's words; it isn't proved; the exit code "
+        "is 1 if a line has no counterpart",
     )
     parser.add_argument(
         "--from-deepspeed",
         metavar="FILE",
-        type=readable_file,
+        type=Path,
         help="write what DeepSpeed's AutoTP config says, in tpplan's words; it isn't proved",
     )
     add_model_arguments(parser, required=True)
@@ -70,28 +73,61 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"{source} writes the plan as it is; leave out --sequence-parallel")
     if arguments.from_hf and arguments.from_deepspeed:
         raise UsageError("--from-hf and --from-deepspeed are two plans; leave out one of them")
+    if arguments.from_deepspeed and not arguments.from_deepspeed.is_file():
+        from tpplan.plan import CompileError
+
+        message = f"`{arguments.from_deepspeed}` is no file"
+        raise CompileError.of("TP215", message, help="name the JSON file that DeepSpeed is configured by")
     model, inputs = model_and_inputs(arguments)
-    text = _text(model, inputs, arguments)
+    text, left_out = _text(model, inputs, arguments)
+    for line in left_out:
+        print(f"tpplan suggest: left out: {line}", file=sys.stderr)
+    code = FINDINGS if left_out else CLEAN
     if arguments.output is None:
         print(text, end="")
-        return CLEAN
+        return code
+    from tpplan.plan.written import schema_comment
+
+    text = text.replace(schema_comment(), schema_comment(arguments.output.parent), 1)
     try:
         arguments.output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"can't write {arguments.output}: {error.strerror}") from None
     print(f"tpplan suggest: wrote {arguments.output}", file=sys.stderr)
-    return CLEAN
+    return code
 
 
-def _text(model: nn.Module, inputs: Any, arguments: argparse.Namespace) -> str:
-    from tpplan.api import plan_name, suggest_text
+def _text(model: nn.Module, inputs: Any, arguments: argparse.Namespace) -> tuple[str, Sequence[str]]:
+    """The plan, and what of another library's plan it lacks."""
+    from tpplan.api import plan_name
 
     if arguments.from_hf:
         from tpplan.suggest import import_plan
 
-        return import_plan(model, plan_name(model))
+        left_out: list[str] = []
+        return import_plan(model, plan_name(model), left_out), left_out
     if arguments.from_deepspeed:
         from tpplan.suggest import import_deepspeed
 
-        return import_deepspeed(model, arguments.from_deepspeed, plan_name(model))
-    return suggest_text(model, ranks_of(arguments), arguments.sequence_parallel, inputs, training=arguments.training)
+        return import_deepspeed(model, arguments.from_deepspeed, plan_name(model)), ()
+    return _found(model, inputs, arguments), ()
+
+
+def _found(model: nn.Module, inputs: Any, arguments: argparse.Namespace) -> str:
+    """A plan that is proved at each number of ranks: the one found at the largest, or else at a smaller one."""
+    from tpplan.api import suggest_text
+    from tpplan.plan import CompileError, load_plan
+
+    sizes = sorted(arguments.sizes or [ranks_of(arguments)], reverse=True)
+    first: CompileError | None = None
+    for size in sizes:
+        try:
+            text = suggest_text(model, size, arguments.sequence_parallel, inputs, training=arguments.training)
+            for other in sizes:
+                if other != size:
+                    compile_for(arguments, load_plan(text), model, inputs, other)
+            return text
+        except CompileError as error:
+            first = first or error
+    assert first is not None
+    raise first

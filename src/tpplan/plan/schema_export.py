@@ -8,6 +8,8 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
+from tpplan.plan.written import SCHEMA_ID
+
 _DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 
 
@@ -25,4 +27,4 @@ def export(plan_file: type) -> dict[str, Any]:
     """The JSON Schema of the dataclass `plan_file`."""
     schema = TypeAdapter(plan_file).json_schema(schema_generator=_AbsentMeansNone)
     schema["title"] = "tpplan plan"
-    return {"$schema": _DIALECT, **schema}
+    return {"$schema": _DIALECT, "$id": SCHEMA_ID, **schema}

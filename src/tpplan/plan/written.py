@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from io import StringIO
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
 
 if TYPE_CHECKING:
     from tpplan.plan.plan import Plan
     from tpplan.plan.rules import KernelRule, Rule
 
-SCHEMA_COMMENT = "# yaml-language-server: $schema=plan.schema.json\n"
+SCHEMA_ID: Final = "urn:tpplan:plan:1"
+"""The `$id` of the plan files' JSON Schema."""
+SCHEMA_FILE: Final = "plan.schema.json"
+
+
+def schema_comment(folder: Path | None = None) -> str:
+    """The first line of a plan's file, from which editors take the schema.
+
+    It names what TPPLAN_SCHEMA says, else `plan.schema.json` if that is in `folder`, the plan's own, else the schema's
+    `$id`.
+    """
+    beside = folder is not None and (folder / SCHEMA_FILE).is_file()
+    address = os.environ.get("TPPLAN_SCHEMA") or (SCHEMA_FILE if beside else SCHEMA_ID)
+    return f"# yaml-language-server: $schema={address}\n"
 
 
 def plan_to_dict(plan: Plan) -> dict[str, object]:
@@ -33,7 +48,7 @@ def plan_to_yaml(plan: Plan) -> str:
     writer.width = 10_000
     stream = StringIO()
     cast("Any", writer).dump(_with_flow_options(plan_to_dict(plan)), stream)
-    return SCHEMA_COMMENT + stream.getvalue()
+    return schema_comment() + stream.getvalue()
 
 
 def _rule(rule: Rule) -> object:

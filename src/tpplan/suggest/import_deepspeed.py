@@ -24,7 +24,7 @@ from torch import nn
 from tpplan.compat.modules import named_modules
 from tpplan.compiler.queries import linear_form
 from tpplan.plan import CompileError, Diagnostic
-from tpplan.plan.written import SCHEMA_COMMENT
+from tpplan.plan.written import schema_comment
 from tpplan.suggest.import_hf import brought_plan, import_plan
 from tpplan.suggest.patterns import patterns_for
 
@@ -53,7 +53,7 @@ def import_deepspeed(model: nn.Module, file: Path, name: str) -> str:
         f", for {ranks} ranks." if ranks else "."
     )
     lines = [f"  {pattern}: {style}" for pattern, style in patterns_for(found, names)]
-    return SCHEMA_COMMENT + "\n".join([head, "version: 1", f"name: {name}", "axis: tp", "modules:", *lines]) + "\n"
+    return schema_comment() + "\n".join([head, "version: 1", f"name: {name}", "axis: tp", "modules:", *lines]) + "\n"
 
 
 def _settings(file: Path) -> dict[str, Any]:

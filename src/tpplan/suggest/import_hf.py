@@ -10,7 +10,7 @@ out: the text of a plan file; what has no counterpart stands there as a comment,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
 from torch import nn
@@ -20,7 +20,7 @@ from tpplan.compiler.queries import linear_form
 from tpplan.plan import CompileError
 from tpplan.plan.pattern import Pattern, PatternError
 from tpplan.plan.wording import with_article
-from tpplan.plan.written import SCHEMA_COMMENT
+from tpplan.plan.written import schema_comment
 
 _GATHERED: Final = "{style: colwise, output: replicate}"
 _SLICED: Final = "{style: rowwise, input: shard}"
@@ -41,25 +41,35 @@ _STYLES: Final[Mapping[str, str]] = {
     "embedding_rowwise": "vocab",
     "sequence_parallel": "sequence",
     "replicate": "replicate",
+    "ep_dispatch_experts": "experts",
 }
+_NEEDLESS: Final = "needs no rule"
 _NOTES: Final[Mapping[str, str]] = {
-    "replicated_with_grad_allreduce": "needs no rule: which gradients are summed follows from the model",
-    "all_reduce": "needs no rule: the compiler places the collectives",
-    "gather": "needs no rule: the compiler places the collectives",
+    "replicated_with_grad_allreduce": f"{_NEEDLESS}: which gradients are summed follows from the model",
+    "moe_tp_experts": f"{_NEEDLESS}: the sums follow from how the experts' parameters are split",
+    "grouped_gemm": f"{_NEEDLESS}: the module's own rule says which rank has which experts",
+    "ep_router": f"{_NEEDLESS}: each rank finds the tokens of its experts by itself",
+    "all_reduce": f"{_NEEDLESS}: the compiler places the collectives",
+    "gather": f"{_NEEDLESS}: the compiler places the collectives",
     "embedding_colwise": "an embedding is split by rows (`vocab`), not by columns",
 }
 _UNKNOWN: Final = "has no counterpart among the styles"
 _LINEAR: Final = frozenset(style for style in _STYLES if "wise" in style and "embedding" not in style)
 
 
-def import_plan(model: nn.Module, name: str) -> str:
+def import_plan(model: nn.Module, name: str, left_out: list[str] | None = None) -> str:
     """The text of a plan file with what `model`'s own plan says.
+
+    Args:
+        model: the model.
+        name: the plan's.
+        left_out: gets the lines that have no counterpart and aren't needless.
 
     Raises:
         CompileError: TP123, if the model brings no plan along, or one of which nothing has a counterpart.
     """
     brought = brought_plan(model)
-    lines = list(_rules(model, brought))
+    lines = list(_rules(model, brought, [] if left_out is None else left_out))
     if not any(line and not line.lstrip().startswith("#") for line in lines):
         what = "brings no tensor-parallel plan along" if not brought else "brings a plan along that has no counterpart"
         raise CompileError.of(
@@ -70,7 +80,7 @@ def import_plan(model: nn.Module, name: str) -> str:
             subject=type(model).__name__,
         )
     head = [f"# {type(model).__name__}: the plan that the model brings along, imported from transformers."]
-    return SCHEMA_COMMENT + "\n".join([*head, "version: 1", f"name: {name}", "axis: tp", "modules:", *lines]) + "\n"
+    return schema_comment() + "\n".join([*head, "version: 1", f"name: {name}", "axis: tp", "modules:", *lines]) + "\n"
 
 
 def brought_plan(model: nn.Module) -> dict[str, str]:
@@ -84,27 +94,38 @@ def brought_plan(model: nn.Module) -> dict[str, str]:
     return {f"{front}{pattern}": str(style) for pattern, style in cast("Mapping[Any, Any]", base).items()}
 
 
-def _rules(model: nn.Module, brought: Mapping[str, str]) -> Iterator[str]:
+def _rules(model: nn.Module, brought: Mapping[str, str], left_out: list[str]) -> Iterator[str]:
     modules = dict(named_modules(model, remove_duplicate=False))
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for text, style in brought.items():
-        problem = _problem(text, style, modules)
+        try:
+            pattern = Pattern.parse(text)
+        except PatternError as error:
+            problem = error.message
+        else:
+            meant = [name for name in modules if pattern.matches(name)]
+            if not meant and not any(map(pattern.matches, parameters)):
+                yield f"  # {text}: {style}    matches no module and no parameter of this model"
+                continue
+            problem = _NOTES.get(style) or _problem(style, meant, modules)
         if problem is None:
             yield f"  {text}: {_STYLES[style]}"
-        else:
-            yield f"  # {text}: {style}    {problem}"
+            continue
+        yield f"  # {text}: {style}    {problem}"
+        if not problem.startswith(_NEEDLESS):
+            left_out.append(f"{text}: {style} ({problem})")
 
 
-def _problem(text: str, style: str, modules: Mapping[str, nn.Module]) -> str | None:
-    """Why a line of the model's plan isn't one of ours; None if it is."""
+def _problem(style: str, meant: Sequence[str], modules: Mapping[str, nn.Module]) -> str | None:
+    """Why a line of the model's plan isn't one of ours; None if it is.
+
+    Args:
+        style: theirs.
+        meant: the modules that its pattern matches; none where it matches parameters.
+        modules: all, by name.
+    """
     if style not in _STYLES:
-        return _NOTES.get(style, _UNKNOWN)
-    try:
-        pattern = Pattern.parse(text)
-    except PatternError as error:
-        return error.message
-    meant = [name for name in modules if pattern.matches(name)]
-    if not meant:
-        return "matches no module of this model: it may be a parameter, which no rule can name"
+        return _UNKNOWN
     other = next((name for name in meant if linear_form(modules[name]) is None), None)
     if style in _LINEAR and other is not None:
         return f"`{other}` is {with_article(type(modules[other]).__name__)}, no linear layer"

@@ -16,7 +16,7 @@ from tpplan.compat.modules import named_modules
 from tpplan.compiler.ir.trace import Operation
 from tpplan.compiler.queries import layer_of
 from tpplan.plan import Plan, Style
-from tpplan.plan.written import SCHEMA_COMMENT, plan_to_dict
+from tpplan.plan.written import plan_to_dict, schema_comment
 from tpplan.suggest.judge import all_names, rule_of
 from tpplan.suggest.patterns import patterns_for, shape_of
 from tpplan.suggest.roles import RoleGroup
@@ -32,7 +32,7 @@ def write_plan(suggestion: Suggestion, name: str) -> str:
     """The text of a plan file called `name`."""
     lines = [*_header(suggestion), "version: 1", f"name: {name}", "axis: tp", "modules:"]
     lines += _modules(suggestion)
-    return SCHEMA_COMMENT + "\n".join(lines) + "\n"
+    return schema_comment() + "\n".join(lines) + "\n"
 
 
 def _header(suggestion: Suggestion) -> Iterator[str]:

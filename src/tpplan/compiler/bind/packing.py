@@ -33,6 +33,7 @@ from tpplan.compiler.bind.products import find_buffer_use, find_use
 from tpplan.compiler.bind.readers import Readers, Taken
 from tpplan.compiler.bind.shared_heads import Axis, Body, Use, heads_of, imbalance, of_body, uneven_heads
 from tpplan.compiler.ir.dataflow import DataFlow
+from tpplan.compiler.ir.heads import fitting_ranks
 from tpplan.compiler.ir.layout import Features, Pack
 from tpplan.compiler.ir.trace import Frame, Operation, quoted
 from tpplan.plan import Diagnostic, Style
@@ -347,7 +348,7 @@ def _refined(bound: Bound, use: Use, axis: Axis) -> Bound | Diagnostic:
     few = next((index for index, held in enumerate(packs) if held.replicas == 1 and held.size < size), None)
     if few is not None:
         return _too_few(bound, few, packs[few], size)
-    if len(packs) == 1 and packs[0].replicas == size:
+    if len(packs) == 1 and 1 < size == packs[0].replicas:
         return replace(bound, style=Style.REPLICATE, form=None)
     several = len(packs) > 1 or packs[0].replicas > 1 or packs[0].parts
     return replace(bound, packs=tuple(packs)) if several else bound
@@ -433,7 +434,7 @@ def _cut(bound: Bound, index: int, views: str, counted: str, count: int, size: i
         message=f"{_what(bound, index)} can't be split: {views}, which {size} ranks can't split evenly",
         span=bound.rule.span_of("packed"),
         label=f"{counted} / {size} ranks",
-        help=f"use a size of the axis that divides {count} ({_divisors(count)}), or remove the rule",
+        help=f"{fitting_ranks(count, size)}, or remove the rule",
         subject=bound.name,
     )
 
@@ -465,11 +466,6 @@ def _too_few(bound: Bound, index: int, held: Pack, size: int) -> Diagnostic:
 def _what(bound: Bound, index: int) -> str:
     named = bound.rule.packed
     return f"`{bound.name}`" if named is None else f"pack `{named[index].name}` of `{bound.name}`"
-
-
-def _divisors(count: int) -> str:
-    found = [str(n) for n in range(2, 65) if count % n == 0]
-    return ", ".join(found[:6]) if found else "none up to 64 does"
 
 
 __all__ = ["Packed", "pack", "packed_option", "taken_apart"]

@@ -14,6 +14,7 @@ from tpplan.compiler.check.lessons import equal_modules
 from tpplan.compiler.check.same_steps import CheckInput, Mismatch
 from tpplan.compiler.explain.origins import Cause, Origins
 from tpplan.compiler.ir.dataflow import DataFlow
+from tpplan.compiler.ir.heads import fitting_ranks
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.locations import Location
 from tpplan.compiler.ir.region import CallNode, Instance, OperationNode, Region
@@ -102,7 +103,7 @@ def _of_placement(here: Instance, failure: Failure, trace: Trace, binding: Bindi
     if split is not None and node.is_a("split", "unbind", "select", "slice") and bound is not None:
         return _packed(here, node, bound, split)
     if split is not None and node.is_a("reshape") and refusal.kind == "no-rule" and _heads_of(here, node, split) > 1:
-        return _heads(here, node, bound, split, binding)
+        return _heads(here, node, bound, split, size)
     return _finding("TP107", bound, module, node.location,
         f"the body of {module} can't run on local shards: {node.name} {refusal.reason}",
         _way_out(bound, module, refusal, option, parameter),
@@ -317,13 +318,13 @@ def _heads_of(here: Instance, node: OperationNode, split: tuple[int, Layout]) ->
 
 
 def _heads(
-    here: Instance, node: OperationNode, bound: Bound | None, split: tuple[int, Layout], binding: Binding
+    here: Instance, node: OperationNode, bound: Bound | None, split: tuple[int, Layout], size: int
 ) -> Diagnostic:
     number, held = split
     features, heads = here.region.values[number].shape[held.dim or 0], _heads_of(here, node, split)
     return _finding("TP103", bound, quoted(here.frame.module), node.location,
         f"{quoted(here.frame.module)} views {features} features as {heads} heads, which the axis doesn't divide",
-        f"use a size of the axis that divides {heads}, or remove the rules for this module{_line(bound)}",
+        f"{fitting_ranks(heads, size)}, or remove the rules for this module{_line(bound)}",
     )  # fmt: skip
 
 

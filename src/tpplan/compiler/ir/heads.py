@@ -24,6 +24,14 @@ class HeadParts(NamedTuple):
     keys: Parts
 
 
+def fitting_ranks(heads: int, ranks: int) -> str:
+    """What to do about heads that `ranks` ranks can't share out, as an instruction."""
+    if heads < ranks:
+        return f"use at most {heads} {'rank' if heads == 1 else 'ranks'}"
+    found = [str(n) for n in range(2, 65) if heads % n == 0]
+    return f"use a size of the axis that divides {heads} ({', '.join(found[:6]) or 'none up to 64 does'})"
+
+
 @functools.lru_cache(maxsize=256)
 def head_parts(queries: int, keys: int, ranks: int) -> HeadParts | None:
     """The parts by which no rank has more queries than need be; None if there are none.
