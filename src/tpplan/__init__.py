@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from tpplan.plan import (
+        ArgumentError,
         CompileError,
         Diagnostic,
         InternalError,
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AloneError",
+    "ArgumentError",
     "ChangedAroundError",
     "ChangedByToolError",
     "ChangingHookError",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpplan.ambience import ambience
+from tpplan.asked import AskedPlan, found_plan, known_plan, plan_of
+from tpplan.asked import suggest_text as found_text
 from tpplan.calls.guard import CallGuard
 from tpplan.checkpoint.loading import load_weights
 from tpplan.checkpoint.save import save_weights
@@ -21,9 +22,9 @@ from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.initialize import init_weights
-from tpplan.inputs import with_labels
 from tpplan.parity import ParityReport, verify
-from tpplan.plan import CompileError, Plan, PlanSource, load_plan
+from tpplan.plan import ArgumentError, CompileError, Plan, load_plan
+from tpplan.plan.taken import FLAG, RANKS, optional, takes
 from tpplan.plan.vocabulary import DEFAULT_AXIS
 from tpplan.process import make_process_changes
 from tpplan.rehearsal.dry_run import dry_run
@@ -34,7 +35,7 @@ from tpplan.runtime.parameters.distribute import MeshDistributor, device_of_mesh
 from tpplan.runtime.ranks.agreement import agree
 from tpplan.runtime.ranks.lockstep import ranks_of
 from tpplan.served import Served, served
-from tpplan.suggest import search, write_plan
+from tpplan.taken_models import DEVICE, INPUTS, MESH, MODEL
 
 __all__ = [
     "ParityReport",
@@ -51,9 +52,10 @@ __all__ = [
 Inputs = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor | None
 
 
+@takes(model=MODEL, tp=RANKS, inputs=INPUTS, device=DEVICE)
 def compile_plan(
     model: nn.Module,
-    plan: Plan | PlanSource,
+    plan: AskedPlan,
     tp: int,
     inputs: Inputs = None,
     device: torch.device | str | None = None,
@@ -62,7 +64,8 @@ def compile_plan(
 
     Args:
         model: the stock model; on `meta` it takes no memory. It is not changed.
-        plan: a plan, or what `load_plan` takes.
+        plan: a plan, what `load_plan` takes, "auto" for what `suggest_plan` finds, or a dict of styles as torch's
+            `parallelize_module` takes it.
         tp: number of ranks on the plan's axis.
         inputs: an example call: a dict of keywords, a tuple of positional arguments, or one tensor; fake or meta
             tensors will do. For a transformers model it is made up from the config.
@@ -77,28 +80,26 @@ def compile_plan(
         PlanError: the plan has mistakes.
         CompileError: plan and model don't fit together, or the model can't run on `device`; all findings are in
             `diagnostics`.
-        ValueError: `tp` is less than 1, or `device` is none of torch's.
+        ArgumentError: an argument is of another kind, `tp` is less than 1, or `device` is none of torch's.
     """
-    loaded = plan if isinstance(plan, Plan) else load_plan(plan)
-    if tp < 1:
-        raise ValueError(f"tp must be at least 1, not {tp}")
+    there = None if device is None else _device(device)
     with bare(model) as stock:
+        loaded, notes = plan_of(plan, stock, tp, inputs)
         inner = served(stock, loaded, tp, inputs)
-        if device is None:
-            return prove(Request(inner.model, inner.plan, tp, *inner.call)).program
-        there = _device(device)
         compiled = prove(Request(inner.model, inner.plan, tp, *inner.call, device=there))
-        notes = dry_run(inner.model, compiled, *inner.call, there)
-    return replace(compiled.program, diagnostics=(*compiled.program.diagnostics, *notes))
+        notes += () if there is None else tuple(dry_run(inner.model, compiled, *inner.call, there))
+    program = compiled.program
+    return replace(program, diagnostics=(*program.diagnostics, *notes)) if notes else program
 
 
 def _device(device: torch.device | str) -> torch.device:
     try:
         return torch.device(device)
     except RuntimeError:
-        raise ValueError(f'{device!r} isn\'t a device of torch: write `"cuda"` for a GPU, or `"cpu"`') from None
+        raise ArgumentError(f'{device!r} isn\'t a device of torch: write `"cuda"` for a GPU, or `"cpu"`') from None
 
 
+@takes(model=MODEL, tp=RANKS, sequence_parallel=FLAG, inputs=INPUTS, training=FLAG)
 def suggest_plan(
     model: nn.Module, tp: int, sequence_parallel: bool = False, inputs: Inputs = None, *, training: bool = False
 ) -> Plan:
@@ -116,6 +117,7 @@ def suggest_plan(
 
     Raises:
         CompileError: the model can't be captured, or nothing in it can be sharded over `tp` ranks.
+        ArgumentError: an argument is of another kind.
     """
     return load_plan(suggest_text(model, tp, sequence_parallel, inputs, training=training))
 
@@ -124,22 +126,18 @@ def suggest_text(
     model: nn.Module, tp: int, sequence_parallel: bool = False, inputs: Inputs = None, *, training: bool = False
 ) -> str:
     """As `suggest_plan`, as the text of a plan file, with comments."""
-    if tp < 1:
-        raise ValueError(f"tp must be at least 1, not {tp}")
     with bare(model) as stock:
-        inner = served(stock, None, tp, inputs)
-        arguments, keywords = inner.call
-        if training and inputs is None:
-            keywords = with_labels(inner.model, keywords)
-        return write_plan(search(inner.model, tp, arguments, keywords, sequence_parallel), plan_name(inner.model))
+        return found_text(stock, tp, sequence_parallel, inputs, training=training)
 
 
+@takes(model=MODEL, mesh=MESH, tp=optional(RANKS), broadcast=FLAG)
 def parallelize(
     model: nn.Module,
-    plan: Plan | PlanSource,
+    plan: AskedPlan,
     mesh: DeviceMesh | None = None,
     inputs: Inputs = None,
     *,
+    tp: int | None = None,
     broadcast: bool = True,
 ) -> nn.Module:
     """Rewrite a stock model in place, so that it runs on this rank's shards.
@@ -148,10 +146,13 @@ def parallelize(
 
     Args:
         model: the stock model, materialised (all ranks then take the first rank's numbers) or on `meta`.
-        plan: a plan, or what `load_plan` takes.
+        plan: a plan, what `load_plan` takes, "auto" for what `suggest_plan` finds, or a dict of styles as torch's
+            `parallelize_module` takes it.
         mesh: a device mesh with the plan's axis among its names, such as `mesh` or `mesh["tp"]` of a larger one; None
-            takes all of torchrun's processes as one axis.
+            takes torchrun's processes, on the GPUs if there are any, as one axis or in groups of `tp`.
         inputs: an example call; see `compile_plan`.
+        tp: without a mesh, the number of ranks on the plan's axis, which divides that of the processes: the mesh is one
+            of (`dp`, the plan's axis). Gradients aren't averaged over `dp`; DDP and FSDP2 do that.
         broadcast: whether all ranks take the first rank's parameters; False if they hold the same already.
 
     Returns:
@@ -160,15 +161,16 @@ def parallelize(
     Raises:
         PlanError: the plan has mistakes.
         CompileError: plan, model and mesh don't fit together, on this or on another rank; the model is unchanged.
+        ArgumentError: an argument is of another kind.
     """
     with bare(model) as stock:
-        _parallelize(stock, plan, mesh, inputs, broadcast)
+        _parallelize(stock, plan, mesh, inputs, tp, broadcast)
     return model
 
 
 @ambience()
 def _parallelize(
-    model: nn.Module, plan: Plan | PlanSource, mesh: DeviceMesh | None, inputs: Inputs, broadcast: bool
+    model: nn.Module, plan: AskedPlan, mesh: DeviceMesh | None, inputs: Inputs, tp: int | None, broadcast: bool
 ) -> None:
     """As `parallelize`, of a model in which nothing is compiled."""
     loaded: Plan | None = None
@@ -176,16 +178,14 @@ def _parallelize(
     error: Exception | None = None  # whatever a rank fails with, the others must not wait for it
     inner: Served | None = None
     try:
-        loaded = plan if isinstance(plan, Plan) else load_plan(plan)
+        loaded, _ = known_plan(plan, model)
     except Exception as raised:
         error = raised
-    if loaded is None and mesh is not None and mesh.ndim == 1:
-        over = mesh
-    else:
-        over = axis_mesh(mesh, DEFAULT_AXIS if loaded is None else loaded.axis)
+    over = axis_mesh(mesh, None if loaded is None else loaded.axis, tp)
     group = over.get_group()
-    if loaded is not None:
+    if error is None:
         try:
+            loaded = loaded or found_plan(model, over.size(), inputs, axis=axis_name(over))
             inner = served(model, loaded, over.size(), inputs)
             device = device_of_mesh(over)
             compiled = prove(Request(inner.model, inner.plan, over.size(), *inner.call, device=device))
@@ -205,18 +205,24 @@ def _parallelize(
     make_process_changes(group)
 
 
-def plan_name(model: nn.Module) -> str:
-    """A plan's name for a model: `llama-for-causal-lm` for `LlamaForCausalLM`."""
-    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+|[A-Z]", type(model).__name__)
-    return "-".join(word.lower() for word in words) or "plan"
+def axis_name(mesh: DeviceMesh) -> str:
+    """The name of a mesh's one axis."""
+    names = mesh.mesh_dim_names
+    return names[0] if names else DEFAULT_AXIS
 
 
-def axis_mesh(mesh: DeviceMesh | None, axis: str) -> DeviceMesh:
-    """The mesh of one axis of a mesh; without a mesh, of all of torchrun's processes.
+def axis_mesh(mesh: DeviceMesh | None, named: str | None, tp: int | None = None) -> DeviceMesh:
+    """The mesh of one axis of a mesh; without a mesh, of all of torchrun's processes, or of each `tp` of them.
+
+    Args:
+        mesh: what the user gave.
+        named: the axis; None for a mesh's own, if it has but one, else `tp`.
+        tp: how many ranks the axis is to have.
 
     Raises:
-        CompileError: TP115, if there is no such axis, or no torchrun.
+        CompileError: TP115, if there is no such axis, or no torchrun, or another number of ranks.
     """
+    axis = named or DEFAULT_AXIS
     if mesh is None:
         if not torch.distributed.is_initialized() and "WORLD_SIZE" not in os.environ:
             raise _mesh_error(
@@ -228,18 +234,28 @@ def axis_mesh(mesh: DeviceMesh | None, axis: str) -> DeviceMesh:
             size = torch.distributed.get_world_size()
         else:
             size = int(os.environ["WORLD_SIZE"])
-        return init_device_mesh(device, (size,), mesh_dim_names=(axis,))
+        if tp in (None, size):
+            return init_device_mesh(device, (size,), mesh_dim_names=(axis,))
+        if size % tp:
+            raise _mesh_error(
+                f"`tp={tp}` doesn't divide the {size} processes", "start another number of them, or take another `tp`"
+            )
+        outer = "dp" if axis != "dp" else "replicas"
+        return init_device_mesh(device, (size // tp, tp), mesh_dim_names=(outer, axis))[axis]
+    if named is None and mesh.ndim == 1:
+        axis = axis_name(mesh)
     names = mesh.mesh_dim_names
-    if names is None and mesh.ndim == 1:
-        return mesh
-    if names is None or axis not in names:
+    if (names is None and mesh.ndim > 1) or (names is not None and axis not in names):
         shown = ", ".join(names) if names else "none"
         raise _mesh_error(
             f"the mesh has no axis `{axis}`; its axes are: {shown}",
             f"name an axis so: init_device_mesh(device, shape, mesh_dim_names=(…, {axis!r})), or write "
             "`axis:` in the plan",
         )
-    return mesh if mesh.ndim == 1 else mesh[axis]
+    over = mesh if mesh.ndim == 1 else mesh[axis]
+    if tp not in (None, over.size()):
+        raise _mesh_error(f"`tp={tp}`, but the mesh has {over.size()} ranks on `{axis}`", "leave out one of the two")
+    return over
 
 
 def _mesh_error(message: str, way_out: str) -> CompileError:

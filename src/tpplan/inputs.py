@@ -10,7 +10,10 @@ import torch
 from torch import nn
 
 from tpplan.compiler.bind.inner_models import wrapped_models
-from tpplan.plan import CompileError
+from tpplan.plan import ArgumentError, CompileError
+from tpplan.plan.taken import refusal
+from tpplan.plan.wording import all_of
+from tpplan.taken_models import INPUTS
 
 BATCH = 3  # odd, and seldom equal to another size
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -32,13 +35,35 @@ def example_call(
     """
     if inputs is None:
         return (), _made_up(model, size, batch, sequence)
-    if isinstance(inputs, Mapping):
-        return (), {str(name): held for name, held in inputs.items()}  # pyright: ignore
-    if isinstance(inputs, (tuple, list)):
-        return tuple(inputs), {}  # pyright: ignore
-    if isinstance(inputs, torch.Tensor):
-        return (inputs,), {}
-    raise TypeError(f"inputs must be a dict, a tuple or a tensor, not {type(inputs).__name__}")
+    if not INPUTS.fits(inputs):
+        raise ArgumentError(refusal("inputs", INPUTS, inputs))
+    given: Any = inputs
+    if isinstance(given, Mapping):
+        call: Call = (), {str(name): held for name, held in given.items()}  # pyright: ignore
+    else:
+        call = (given,) if isinstance(given, torch.Tensor) else tuple(given), {}
+    _require_binding(model, call)
+    return call
+
+
+def _require_binding(model: nn.Module, call: Call) -> None:
+    """TP110 for an example call that the model's `forward` can't take."""
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*call[0], **call[1])
+    except TypeError as error:
+        parts = [f"{len(call[0])} positional"] if call[0] else []
+        came = all_of(call[1]) if call[1] else "nothing" if not parts else ""
+        names = ", ".join(signature.parameters)
+        raise CompileError.of(
+            "TP110",
+            f"`inputs` don't fit `{type(model).__name__}.forward({names})`: {error}",
+            help="pass `inputs=` as a dict of its arguments by name, or a tuple of them in order; "
+            f"{' and '.join([*parts, came] if came else parts)} came",
+        ) from None
 
 
 def with_labels(model: nn.Module, keywords: Mapping[str, Any]) -> dict[str, Any]:

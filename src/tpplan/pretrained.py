@@ -11,7 +11,7 @@ import json
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpplan.api import Inputs, axis_mesh, parallelize, suggest_plan
+from tpplan.api import Inputs, axis_mesh, axis_name, parallelize
+from tpplan.asked import AUTO, AskedPlan, found_plan, known_plan
 from tpplan.checkpoint.agreed import AgreeingRanks
 from tpplan.checkpoint.files import CheckpointError, problem
 from tpplan.checkpoint.loading import load
@@ -32,10 +33,10 @@ from tpplan.hf.build import build_stock, named_class
 from tpplan.hf.configs import CONFIG, GENERATION, StoredConfig, read_config, read_generation_config
 from tpplan.hf.library import UnusableError
 from tpplan.initialize import init_weights
-from tpplan.plan import Plan, PlanSource, Severity, load_plan
-from tpplan.plan.vocabulary import DEFAULT_AXIS
+from tpplan.plan import ArgumentError, Plan, Severity
+from tpplan.plan.taken import FLAG, FOLDER, RANKS, optional, takes
+from tpplan.taken_models import MESH
 
-AUTO = "auto"
 _BY_HAND = "build the model under `torch.device('meta')`, then call `tpplan.parallelize` and `tpplan.load_weights`"
 
 
@@ -45,7 +46,7 @@ class _Asked:
 
     source: str | os.PathLike[str]
     folder: Path
-    plan: Plan | None
+    plan: AskedPlan
     mesh: DeviceMesh
     dtype: torch.dtype | str | None
     inputs: Inputs
@@ -71,12 +72,14 @@ class _Ready:
     digests: Mapping[str, str]
 
 
+@takes(folder=FOLDER, mesh=MESH, tp=optional(RANKS), sequence_parallel=FLAG, strict=FLAG)
 def from_pretrained(
     folder: str | os.PathLike[str],
-    plan: Plan | PlanSource = AUTO,
+    plan: AskedPlan = AUTO,
     mesh: DeviceMesh | None = None,
     dtype: torch.dtype | str | None = None,
     *,
+    tp: int | None = None,
     inputs: Inputs = None,
     sequence_parallel: bool = False,
     rename: Mapping[str, str] | None = None,
@@ -90,9 +93,10 @@ def from_pretrained(
 
     Args:
         folder: with config.json and safetensors files, as `save_pretrained` and `tpplan.save_weights` write it.
-        plan: a plan, or what `load_plan` takes; "auto" for what `suggest_plan` finds.
-        mesh: as for `parallelize`; None takes all of torchrun's processes as one axis.
+        plan: as for `parallelize`; "auto" is what `suggest_plan` finds.
+        mesh: as for `parallelize`; None takes torchrun's processes, as one axis or in groups of `tp`.
         dtype: of the parameters; None or "auto" for the config's, or else the checkpoint's.
+        tp: as for `parallelize`: without a mesh, the number of ranks on the plan's axis.
         inputs: an example call; see `compile_plan`.
         sequence_parallel: with "auto", whether the stream between the blocks is to be split along the sequence.
         rename: regular expressions with what replaces their matches in the checkpoint's names; see `load_weights`.
@@ -109,12 +113,23 @@ def from_pretrained(
     Raises:
         CheckpointError: with everything that is wrong with the folder (TP121) or the plan, the same on all ranks.
         CompileError: the plan doesn't fit the model and the mesh.
+        ArgumentError: an argument is of another kind.
     """
     known, error = _known_plan(plan, sequence_parallel)
-    here = mesh if mesh is not None else axis_mesh(None, known.axis if known else DEFAULT_AXIS)
+    here = mesh if mesh is not None and tp is None else axis_mesh(mesh, known.axis if known else None, tp)
     ready: _Ready | None = None
     if error is None:
-        asked = _Asked(folder, Path(folder), known, here, dtype, inputs, sequence_parallel, rename, strict)
+        asked = _Asked(
+            folder,
+            Path(folder),
+            plan if known is None else known,
+            here,
+            dtype,
+            inputs,
+            sequence_parallel,
+            rename,
+            strict,
+        )
         try:
             ready = _made_ready(asked)
         except UnusableError as raised:
@@ -130,14 +145,12 @@ def from_pretrained(
     return init_weights(model, missing=True) if loaded.missing else model
 
 
-def _known_plan(plan: Plan | PlanSource, sequence_parallel: bool) -> tuple[Plan | None, Exception | None]:
-    """The plan, or None if it is to be found; and why it can't be read."""
-    if isinstance(plan, str) and plan == AUTO:
-        return None, None
-    if sequence_parallel:
-        return None, ValueError('sequence_parallel=True goes with plan="auto"; a plan says itself what it splits')
+def _known_plan(plan: AskedPlan, sequence_parallel: bool) -> tuple[Plan | None, Exception | None]:
+    """The plan, or None if it takes the model; and why it can't be read."""
+    if sequence_parallel and not (isinstance(plan, str) and plan == AUTO):
+        return None, ArgumentError('sequence_parallel=True goes with plan="auto"; a plan says itself what it splits')
     try:
-        return (plan if isinstance(plan, Plan) else load_plan(plan)), None
+        return known_plan(plan, None)[0], None
     except Exception as error:
         return None, error
 
@@ -159,7 +172,8 @@ def _made_ready(asked: _Asked) -> _Ready:
         model.generation_config = read_generation_config(asked.folder)
     model.eval()
     digests = {"configs": _digest(asked.folder), "dtypes": str(dtype), "checkpoints": opened.checkpoint.digest}
-    return _Ready(model, asked.plan or _found_plan(model, asked), opened, digests)
+    known, _ = known_plan(asked.plan, model)
+    return _Ready(model, _found_plan(model, asked) if known is None else known, opened, digests)
 
 
 def _config(folder: Path) -> StoredConfig:
@@ -218,10 +232,8 @@ def _dtype(asked: torch.dtype | str | None, config: Any, checkpoint: Checkpoint)
 
 
 def _found_plan(model: nn.Module, asked: _Asked) -> Plan:
-    names = asked.mesh.mesh_dim_names
-    axis = names[0] if names is not None and asked.mesh.ndim == 1 else DEFAULT_AXIS
-    size = axis_mesh(asked.mesh, axis).size()
-    return replace(suggest_plan(model, size, asked.sequence_parallel, asked.inputs), axis=axis)
+    over = axis_mesh(asked.mesh, None)
+    return found_plan(model, over.size(), asked.inputs, asked.sequence_parallel, axis_name(over))
 
 
 def _digest(folder: Path) -> str:

@@ -100,6 +100,7 @@ ELSEWHERE = {
     "TP199": "cli/test_main.py",
     **dict.fromkeys(("TP210", "TP211", "TP212", "TP213", "TP214"), "suggest/test_export.py"),
     **dict.fromkeys(("TP215", "TP216"), "suggest/test_import_deepspeed.py"),
+    "TP217": "suggest/test_import_styles.py",
 }
 
 

@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("process",),
     ("calls",),
     ("report", "parity"),
+    ("asked",),
     ("served",),
     ("inputs", "hf", "training"),
     ("suggest",),
@@ -36,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ops",),
     ("cost",),
     ("kernels",),
-    ("ambience",),
+    ("ambience", "taken_models"),
     ("compat",),
     ("plan",),
 )

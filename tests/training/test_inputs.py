@@ -10,6 +10,7 @@ import torch
 from tests.runtime.world import Member, world
 from tests.training.runs import sharded
 from tpplan import DifferentInputsError
+from tpplan.calls.alike import RANDOM_STATE, refuse_different
 
 pytestmark = pytest.mark.processes
 
@@ -104,6 +105,15 @@ def _served(member: Member) -> list[str]:
         except DifferentInputsError as error:
             found.append(str(error))
     return found
+
+
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [(RANDOM_STATE, "torch.manual_seed"), ("the state of torch", "torch.manual_seed"), ("x", "batches")],
+)
+def test_random_states_that_differ_are_to_be_seeded(name: str, way_out: str) -> None:
+    with pytest.raises(DifferentInputsError, match=way_out):
+        refuse_different([[(name, "#1")], [(name, "#2")]])
 
 
 @pytest.mark.sweep

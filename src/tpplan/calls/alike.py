@@ -28,6 +28,8 @@ from tpplan.runtime.ranks.lockstep import Facts
 from tpplan.runtime.ranks.watched_boundaries import checksum
 
 _FLAGS = frozenset({bool, int, float, complex, str, bytes})
+RANDOM_STATE = "the random state"
+_STATE_OF = "the state of "
 _NUMBERS = "#"  # before the digest of a tensor's numbers
 
 
@@ -60,7 +62,7 @@ def facts_of(call: DecidedCall, names: Sequence[str], program: Program | None = 
 
 def drawn_next(generators: frozenset[str]) -> Facts:
     """What generators of random numbers draw next, by their names."""
-    return [(f"the state of {name}", f"{_NUMBERS}{zlib.crc32(state):08x}") for name, state in states(generators)]
+    return [(f"{_STATE_OF}{name}", f"{_NUMBERS}{zlib.crc32(state):08x}") for name, state in states(generators)]
 
 
 def refuse_different(every: Sequence[Facts]) -> None:
@@ -76,9 +78,17 @@ def refuse_different(every: Sequence[Facts]) -> None:
                 "TP192",
                 f"ranks 0 and {rank} of the axis, which share one model, were called with different arguments: "
                 f"`{name}` {how}",
-                help="give all ranks of the axis the same batches (the same order, seeds and random masks); only ranks "
-                "on other axes of the mesh get batches of their own",
+                help=_SEED if name.startswith((RANDOM_STATE, _STATE_OF)) else _BATCHES,
             )
+
+
+_SEED = (
+    "seed all ranks of the axis alike before the call: `torch.manual_seed(seed)`, of which they draw the same numbers"
+)
+_BATCHES = (
+    "give all ranks of the axis the same batches (the same order, seeds and random masks); only ranks on other axes of "
+    "the mesh get batches of their own"
+)
 
 
 def _first_difference(first: dict[str, str], other: dict[str, str]) -> tuple[str, str]:

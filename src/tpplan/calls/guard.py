@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.ambience import ambience
-from tpplan.calls.alike import drawn_next, facts_of, refuse_different
+from tpplan.calls.alike import RANDOM_STATE, drawn_next, facts_of, refuse_different
 from tpplan.calls.assumed import Assumed
 from tpplan.calls.call_arguments import (
     LeftParts,
@@ -365,7 +365,7 @@ class CallGuard:
         named = {names[i] if i < len(names) else f"*{i}": held for i, held in enumerate(arguments)} | keywords
         plain = {name: held for name, held in named.items() if isinstance(held, (Tensor, bool, int, float, str))}
         if draws:
-            plain["the random state"] = random_state()
+            plain[RANDOM_STATE] = random_state()
         refuse_different(self._exchange(_PROMPT, facts_of(DecidedCall(False, (), plain, Parts()), ())))
 
     def _forget(self, changed: str) -> None:

@@ -27,10 +27,12 @@ from tpplan.checkpoint.stored import alike
 from tpplan.checkpoint.wanted import Match, Wanted, match
 from tpplan.compat.dtensors import local_of
 from tpplan.plan import Diagnostic, Severity
+from tpplan.plan.taken import takes
 from tpplan.runtime.compiled.compiled_before import bare
 from tpplan.runtime.parameters.distribute import device_of_mesh
 from tpplan.runtime.parameters.pieces import Box, whole_box
 from tpplan.runtime.parameters.whole_states import part_of, without_replicas
+from tpplan.taken_models import MODEL
 
 _THREADS = 4
 _AHEAD = 12  # tensors that the system is asked to read before their turn
@@ -88,6 +90,7 @@ class _LoadJob:
     meter: Meter
 
 
+@takes(model=MODEL)
 def load_weights(
     model: nn.Module,
     source: str | os.PathLike[str],

@@ -19,12 +19,15 @@ from tpplan.checkpoint.saving_ranks import Ranks
 from tpplan.checkpoint.stored_tensors import File, entries_of, in_files
 from tpplan.checkpoint.stream import stream
 from tpplan.checkpoint.writer import FileWriter, write_file
+from tpplan.plan.taken import FOLDER, takes
 from tpplan.runtime.compiled.compiled_before import bare
 from tpplan.runtime.parameters.whole_states import without_replicas
+from tpplan.taken_models import MODEL
 
 FILE_BYTES = 5 * 1024**3
 
 
+@takes(model=MODEL, folder=FOLDER)
 def save_weights(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes: int = FILE_BYTES) -> None:
     """Write a parallelized (or a stock) model as a checkpoint of the stock model.
 

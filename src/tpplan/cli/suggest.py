@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _text(model: nn.Module, inputs: Any, arguments: argparse.Namespace) -> tuple[str, Sequence[str]]:
     """The plan, and what of another library's plan it lacks."""
-    from tpplan.api import plan_name
+    from tpplan.asked import plan_name
 
     if arguments.from_hf:
         from tpplan.suggest import import_plan

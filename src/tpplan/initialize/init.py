@@ -22,9 +22,12 @@ from tpplan.initialize.findings import APART, UNKNOWN, InitializationError, find
 from tpplan.initialize.recipe import construction_of
 from tpplan.initialize.targets import misfits, taken
 from tpplan.plan import Diagnostic
+from tpplan.plan.taken import takes
 from tpplan.runtime.parameters.distribute import device_of_mesh
+from tpplan.taken_models import MODEL
 
 
+@takes(model=MODEL)
 def init_weights(
     model: nn.Module,
     *,

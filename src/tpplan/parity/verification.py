@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tpplan.ambience import ambience
+from tpplan.asked import AskedPlan, plan_of
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.later import placement_difference
 from tpplan.compiler.pipeline import Compiled
@@ -28,18 +29,21 @@ from tpplan.parity.reference import UnshardedRun, run_reference
 from tpplan.parity.rounding import moved_by_rounding
 from tpplan.parity.simulate import run_simulated
 from tpplan.parity.threads import TIMEOUT
-from tpplan.plan import CompileError, Plan, PlanSource, load_plan
+from tpplan.plan import CompileError
+from tpplan.plan.taken import FLAG, RANKS, takes
 from tpplan.rehearsal.prove import prove
 from tpplan.served import served
+from tpplan.taken_models import DTYPE, INPUTS, MODEL
 
 Inputs = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor | None
 Progress = Callable[[str], None]
 
 
 @ambience()
+@takes(model=MODEL, tp=RANKS, inputs=INPUTS, processes=FLAG, dtype=DTYPE)
 def verify(
     model: nn.Module,
-    plan: Plan | PlanSource,
+    plan: AskedPlan,
     tp: int,
     inputs: Inputs = None,
     *,
@@ -57,7 +61,7 @@ def verify(
 
     Args:
         model: the stock model, materialised or on `meta`; it is not changed.
-        plan: a plan, or what `load_plan` takes.
+        plan: a plan, what `load_plan` takes, "auto", or styles of `parallelize_module`; see `compile_plan`.
         tp: number of ranks on the plan's axis.
         inputs: an example call; see `compile_plan`. Tensors without numbers are given random ones.
         processes: run a process for each rank, with gloo, instead of a thread.
@@ -75,8 +79,9 @@ def verify(
         PlanError: the plan has mistakes.
         CompileError: plan and model don't fit together.
         VerifyError: the verification couldn't be carried out.
+        ArgumentError: an argument is of another kind.
     """
-    loaded = plan if isinstance(plan, Plan) else load_plan(plan)
+    loaded, _ = plan_of(plan, model, tp, inputs)
     inner = served(model, loaded, tp, inputs)
     model, loaded, arguments, keywords = inner.model, inner.plan, inner.arguments, inner.keywords
     _tell(progress, f"compiling {loaded.name or 'the plan'} for {type(model).__name__} at tp={tp}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tpplan.plan.catalogue import CATALOGUE, CatalogueEntry, Severity
 from tpplan.plan.diagnostic import Diagnostic
-from tpplan.plan.exceptions import CompileError, InternalError, PlanError, TpplanError
+from tpplan.plan.exceptions import ArgumentError, CompileError, InternalError, PlanError, TpplanError
 from tpplan.plan.load import PlanSource, check_plan, load_plan
 from tpplan.plan.locate import find_plan, shipped_plan_directory, shipped_plan_names
 from tpplan.plan.match import Matched
@@ -16,6 +16,7 @@ from tpplan.plan.vocabulary import Exchange, KernelChoice, KernelKind, Pin, Styl
 
 __all__ = [
     "CATALOGUE",
+    "ArgumentError",
     "CatalogueEntry",
     "CompileError",
     "Diagnostic",

@@ -59,6 +59,10 @@ def _made_again(kind: type[TpplanError], held: tuple[object, ...]) -> TpplanErro
     return kind.__new__(kind, *held)
 
 
+class ArgumentError(TpplanError, TypeError, ValueError):
+    """A wrong argument of a public function; the message names it, says what came and what is taken."""
+
+
 class PlanError(TpplanError):
     """A plan has mistakes. All of them are in `diagnostics`, in the order of the file."""
 

@@ -17,6 +17,7 @@ from tpplan.plan.problems import Problems, Stop
 from tpplan.plan.read_plan import Document, read_document
 from tpplan.plan.rules import KernelRule, Rule
 from tpplan.plan.shipped import shipped_help
+from tpplan.plan.taken import PLAN_SOURCE, takes
 from tpplan.plan.vocabulary import DEFAULT_AXIS
 from tpplan.plan.yaml_source import MAX_BYTES, compose, decode
 
@@ -25,11 +26,13 @@ PlanSource = str | os.PathLike[str] | Mapping[str, object]
 MAX_EXTENDS: Final = 16
 
 
+@takes(source=PLAN_SOURCE)
 def load_plan(source: PlanSource) -> Plan:
     """Load a plan from a path, a shipped plan's name (`llama`), YAML text (a string with a line break) or a mapping.
 
     Raises:
         PlanError: the plan has mistakes; every one of them is in `diagnostics`.
+        ArgumentError: `source` is none of these.
     """
     plan, diagnostics = check_plan(source)
     if plan is None:
@@ -37,6 +40,7 @@ def load_plan(source: PlanSource) -> Plan:
     return plan
 
 
+@takes(source=PLAN_SOURCE)
 def check_plan(source: PlanSource) -> tuple[Plan | None, list[Diagnostic]]:
     """Load a plan without raising: the plan, or None if it has errors, and every finding in the file's order."""
     problems = Problems()

@@ -1,0 +1,119 @@
+"""What public functions take: their arguments are checked in one place, before anything is made of them.
+
+@takes(model=MODEL, tp=RANKS)
+def compile_plan(model, plan, tp): ...
+
+compile_plan(model, "llama", tp="2")
+# ArgumentError: compile_plan: `tp` takes a number of ranks, 1 or more, not the text '2': write 2
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, ParamSpec, TypeVar
+
+from tpplan.plan.exceptions import ArgumentError
+from tpplan.plan.wording import with_article
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_SHOWN = 60
+
+
+def _nothing(came: Any) -> str:
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentKind:
+    """What an argument may be.
+
+    Attributes:
+        fits: whether a value will do.
+        text: what will do, in words.
+        way_out: what to write instead of a value that won't; "" for nothing in particular.
+    """
+
+    fits: Callable[[Any], bool]
+    text: str
+    way_out: Callable[[Any], str] = _nothing
+
+
+def takes(**kinds: ArgumentKind) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator of a function whose arguments of these names are checked when it's called.
+
+    Raises:
+        ArgumentError: by the function; one of the arguments is something else.
+    """
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+            except TypeError as error:
+                raise ArgumentError(f"{function.__name__}: {error}; it takes {_shown(signature)}") from None
+            for name, kind in kinds.items():
+                if name in given and not kind.fits(given[name]):
+                    raise ArgumentError(f"{function.__name__}: {refusal(name, kind, given[name])}")
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorated
+
+
+def refusal(name: str, kind: ArgumentKind, came: Any) -> str:
+    """What is said of an argument: its name, what it takes, what came, and what to do."""
+    way_out = kind.way_out(came)
+    return f"`{name}` takes {kind.text}, not {_described(came)}" + (f": {way_out}" if way_out else "")
+
+
+def _described(came: Any) -> str:
+    """A value in a few words: what it is, and how it reads where that's short."""
+    if came is None or isinstance(came, bool):
+        return repr(came)
+    if isinstance(came, type):
+        return f"the class `{came.__name__}`"
+    if isinstance(came, (int, float)):
+        return f"the number {came!r}"
+    if isinstance(came, (str, bytes)):
+        return f"the text {came[:_SHOWN]!r}"
+    return with_article(type(came).__name__)
+
+
+def _shown(signature: inspect.Signature) -> str:
+    return ", ".join(f"`{name}`" for name in signature.parameters)
+
+
+def _of_ranks(came: Any) -> str:
+    return f"write {int(came)}" if isinstance(came, str) and came.strip().isdecimal() else ""
+
+
+def _is_whole(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool) and not hasattr(value, "shape")
+
+
+RANKS: Final = ArgumentKind(lambda n: _is_whole(n) and n >= 1, "a number of ranks, at least 1", _of_ranks)
+COUNT: Final = ArgumentKind(lambda n: _is_whole(n) and n >= 0, "a whole number, at least 0")
+FLAG: Final = ArgumentKind(lambda held: isinstance(held, bool), "True or False")
+FOLDER: Final = ArgumentKind(lambda held: isinstance(held, (str, os.PathLike)), "a path, as text or a Path")
+PLAN_SOURCE: Final = ArgumentKind(
+    lambda held: isinstance(held, (str, os.PathLike, Mapping)),
+    "a path, a shipped plan's name, YAML text or a mapping",
+    lambda came: "" if came is not None else "`tpplan.suggest_plan` finds one",
+)
+
+
+def optional(kind: ArgumentKind) -> ArgumentKind:
+    """The same, or None."""
+    return ArgumentKind(lambda held: held is None or kind.fits(held), f"{kind.text}, or None", kind.way_out)
+
+
+__all__ = ["COUNT", "FLAG", "FOLDER", "PLAN_SOURCE", "RANKS", "ArgumentKind", "optional", "refusal", "takes"]
