@@ -81,6 +81,12 @@ def compile_plan(
         CompileError: plan and model don't fit together, or the model can't run on `device`; all findings are in
             `diagnostics`.
         ArgumentError: an argument is of another kind, `tp` is less than 1, or `device` is none of torch's.
+
+    Example:
+        >>> plan = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
+        >>> program = tpplan.compile_plan(model, plan, tp=8, inputs=x)
+        >>> program.count_collectives()
+        Counter({'all-reduce': 1})
     """
     there = None if device is None else _device(device)
     with bare(model) as stock:
@@ -118,6 +124,11 @@ def suggest_plan(
     Raises:
         CompileError: the model can't be captured, or nothing in it can be sharded over `tp` ranks.
         ArgumentError: an argument is of another kind.
+
+    Example:
+        >>> plan = tpplan.suggest_plan(model, tp=2, inputs=x)
+        >>> plan.to_dict()["modules"]
+        {'up': 'colwise', 'down': 'rowwise'}
     """
     return load_plan(suggest_text(model, tp, sequence_parallel, inputs, training=training))
 
@@ -162,6 +173,12 @@ def parallelize(
         PlanError: the plan has mistakes.
         CompileError: plan, model and mesh don't fit together, on this or on another rank; the model is unchanged.
         ArgumentError: an argument is of another kind.
+
+    Example:
+        >>> plan = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
+        >>> model = tpplan.parallelize(model, plan, inputs=x)  # `torchrun --nproc-per-node=2`
+        >>> model.up
+        ColwiseLinear(in_features=8, out_features=32, bias=True, weight=S(0), bias=S(0))
     """
     with bare(model) as stock:
         _parallelize(stock, plan, mesh, inputs, tp, broadcast)

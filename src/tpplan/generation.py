@@ -41,6 +41,11 @@ def argmax(
 
     Raises:
         LossError: TP165, if nothing tells which part of the classes the logits are.
+
+    Example:
+        >>> logits = torch.zeros(4, 16)  # this rank's, of 32 classes on two
+        >>> tpplan.generation.argmax(logits, mesh=torch.distributed.group.WORLD, classes=32)
+        tensor([0, 0, 0, 0])
     """
     made = class_choices.argmax(*part_of(logits, model, mesh, axis, classes))
     return made[..., None] if keepdim else made
@@ -70,6 +75,12 @@ def top_k(
 
     Raises:
         LossError: TP165; see `argmax`.
+
+    Example:
+        >>> logits = torch.zeros(4, 16)  # this rank's, of 32 classes on two
+        >>> values, classes = tpplan.generation.top_k(logits, 2, mesh=torch.distributed.group.WORLD, classes=32)
+        >>> classes[0]
+        tensor([0, 1])
     """
     local, part = part_of(logits, model, mesh, axis, classes)
     return class_choices.top_k(local, k, part)

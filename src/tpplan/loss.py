@@ -76,6 +76,13 @@ def cross_entropy(
 
     Raises:
         LossError: TP165; see the module.
+
+    Example:
+        >>> plan = {"version": 1, "modules": {"up": "none", "down": {"style": "colwise", "output": "shard"}}}
+        >>> model = tpplan.parallelize(model, plan, inputs=x)
+        >>> logits = model(x)  # this rank's 4 of 8 classes
+        >>> tpplan.loss.cross_entropy(logits, torch.tensor([0, 1, 2, 3]), model=model).shape
+        torch.Size([])
     """
     known = _known(model, mesh, axis, classes, chunk)
     loss = _loss(reduction, ignore_index, label_smoothing, z_loss, chunk)
@@ -129,6 +136,11 @@ def linear_cross_entropy(
 
     Raises:
         LossError: TP165; see the module.
+
+    Example:
+        >>> model = tpplan.parallelize(model, {"version": 1, "modules": {"up": "colwise"}}, inputs=x)
+        >>> tpplan.loss.linear_cross_entropy(x, model.up.weight, torch.tensor([0, 1, 2, 3]), bias=model.up.bias).shape
+        torch.Size([])
     """
     known = _known(None, mesh, axis, classes, chunk)
     loss = _loss(reduction, ignore_index, label_smoothing, z_loss, chunk)
@@ -157,6 +169,12 @@ def part_of(
 
     Raises:
         LossError: TP165; see the module.
+
+    Example:
+        >>> logits = torch.randn(4, 16)  # this rank's, of 32 classes on two
+        >>> local, part = tpplan.loss.part_of(logits, mesh=torch.distributed.group.WORLD, classes=32)
+        >>> local.shape
+        torch.Size([4, 16])
     """
     known = _known(model, mesh, axis, classes, None)
     local, placed = _of_dtensor(logits, logits.dim() - 1, "logits")

@@ -114,6 +114,11 @@ def from_pretrained(
         CheckpointError: with everything that is wrong with the folder (TP121) or the plan, the same on all ranks.
         CompileError: the plan doesn't fit the model and the mesh.
         ArgumentError: an argument is of another kind.
+
+    Example:
+        >>> model = tpplan.from_pretrained("my-llama", "llama", tp=2)
+        >>> model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4).shape
+        torch.Size([1, 7])
     """
     known, error = _known_plan(plan, sequence_parallel)
     here = mesh if mesh is not None and tp is None else axis_mesh(mesh, known.axis if known else None, tp)

@@ -91,17 +91,35 @@ def follow_training_loops() -> None:
 
     `parallelize` does this. Call it where an `Accelerator(parallelism_config=…)` is made first on processes without a
     GPU, which accelerate refuses by itself.
+
+    Example:
+        >>> tpplan.follow_training_loops()
+        >>> len(tpplan.process_changes())
+        1
     """
     _make(CHANGES[-1])
 
 
 def process_changes() -> tuple[ProcessChange, ...]:
-    """The changes that are made now, in order."""
+    """The changes that are made now, in order.
+
+    Example:
+        >>> model = tpplan.parallelize(model, "auto", inputs=x)
+        >>> tpplan.process_changes()[0].what
+        "a hook before steps of torch.optim's optimizers"
+    """
     return tuple(_made)
 
 
 def undo_process_changes() -> None:
-    """Take back all changes, the latest first."""
+    """Take back all changes, the latest first.
+
+    Example:
+        >>> tpplan.follow_training_loops()
+        >>> tpplan.undo_process_changes()
+        >>> tpplan.process_changes()
+        ()
+    """
     while _made:
         _, undo = _made.popitem()
         undo()

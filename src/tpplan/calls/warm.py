@@ -49,6 +49,11 @@ def warm_up(
     Raises:
         TypeError: the model has no `generate`.
         UnprovedCallError: one of the calls can't be proved.
+
+    Example:
+        >>> model = tpplan.from_pretrained("my-llama", "llama")
+        >>> torch.manual_seed(0) and None
+        >>> tpplan.warm_up(model, do_sample=True)
     """
     if not callable(getattr(model, "generate", None)):
         raise TypeError(

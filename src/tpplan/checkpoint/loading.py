@@ -125,6 +125,11 @@ def load_weights(
 
     Raises:
         CheckpointError: TP121, with everything that is wrong, the same on all ranks.
+
+    Example:
+        >>> tpplan.save_weights(model, "checkpoint")
+        >>> model = tpplan.parallelize(type(model)(), "auto", inputs=x)
+        >>> model = tpplan.load_weights(model, "checkpoint")
     """
     with bare(without_replicas(model)) as stock:
         loaded = load(stock, source, rename=rename, strict=strict, progress=progress)

@@ -48,6 +48,12 @@ def save_weights(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes
     Raises:
         CheckpointError: TP121, on every rank, if the model has no numbers yet, the ranks' models differ, or the folder
             can't be written. What was there before is unchanged.
+
+    Example:
+        >>> model = tpplan.parallelize(model, "auto", inputs=x)
+        >>> tpplan.save_weights(model, "checkpoint")
+        >>> sorted(os.listdir("checkpoint"))
+        ['model.safetensors']
     """
     ranks = Ranks(folder)
     with bare(without_replicas(model)) as stock:

@@ -61,6 +61,15 @@ def init_weights(
     Raises:
         InitializationError: TP143 to TP145: which modules can't be initialised as the stock model's, and why; or the
             ranks would not initialise alike. The same on all ranks, and no model has changed.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = MLP()
+        >>> model = tpplan.parallelize(model, "auto", inputs=x)
+        >>> torch.manual_seed(0) and None
+        >>> model = tpplan.init_weights(model, build=MLP)
+        >>> model.up.weight.is_meta
+        False
     """
     bare = uncompiled(model)
     ranks = AgreeingRanks(bare, words=_WORDS)

@@ -244,6 +244,13 @@ def operator(
 
     Raises:
         OperatorRuleError: TP022 with the place in the rule.
+
+    Example:
+        >>> @tpplan.operator("... n -> ... n")
+        ... def squared(x):
+        ...     return x * x
+        >>> squared(x).shape
+        torch.Size([4, 8])
     """
     made = replace(read_or_refuse(rule, "the rule"), random=random, audit=audit)
     _refuse_lists(made)
@@ -280,6 +287,12 @@ def register_operator(
 
     Raises:
         OperatorRuleError: TP022 with the place in the rule.
+
+    Example:
+        >>> @torch.library.custom_op("readme::doubled", mutates_args=())
+        ... def doubled(x: torch.Tensor) -> torch.Tensor:
+        ...     return x * 2
+        >>> tpplan.register_operator("readme::doubled", "... n -> ... n", linear=["x"])
     """
     if isinstance(operator, type) and issubclass(operator, torch.autograd.Function):
         if linear or sizes:

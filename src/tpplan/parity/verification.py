@@ -80,6 +80,12 @@ def verify(
         CompileError: plan and model don't fit together.
         VerifyError: the verification couldn't be carried out.
         ArgumentError: an argument is of another kind.
+
+    Example:
+        >>> plan = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
+        >>> report = tpplan.verify(model, plan, tp=4, inputs=x)
+        >>> report.ok
+        True
     """
     loaded, _ = plan_of(plan, model, tp, inputs)
     inner = served(model, loaded, tp, inputs)

@@ -33,6 +33,11 @@ def load_plan(source: PlanSource) -> Plan:
     Raises:
         PlanError: the plan has mistakes; every one of them is in `diagnostics`.
         ArgumentError: `source` is none of these.
+
+    Example:
+        >>> plan = tpplan.load_plan("llama")
+        >>> plan.rules[0].pattern.text, plan.rules[0].style.value
+        ('model.embed_tokens', 'vocab')
     """
     plan, diagnostics = check_plan(source)
     if plan is None:
@@ -42,7 +47,13 @@ def load_plan(source: PlanSource) -> Plan:
 
 @takes(source=PLAN_SOURCE)
 def check_plan(source: PlanSource) -> tuple[Plan | None, list[Diagnostic]]:
-    """Load a plan without raising: the plan, or None if it has errors, and every finding in the file's order."""
+    """Load a plan without raising: the plan, or None if it has errors, and every finding in the file's order.
+
+    Example:
+        >>> plan, findings = tpplan.check_plan({"version": 1, "modules": {"up": "colwize"}})
+        >>> plan is None, [found.code for found in findings]
+        (True, ['TP005'])
+    """
     problems = Problems()
     plan = _Loader(problems).plan(source)
     diagnostics = sorted(dict.fromkeys(problems.diagnostics), key=lambda diagnostic: diagnostic.sort_key)

@@ -50,6 +50,13 @@ def observe(
 
     Returns:
         A handle, whose `remove()` takes the hook away.
+
+    Example:
+        >>> model = tpplan.parallelize(model, "auto", inputs=x)
+        >>> handle = tpplan.observe(model.up, lambda module, args, output: print(tuple(output.shape)))
+        >>> y = model(x)
+        (4, 32)
+        >>> handle.remove()
     """
     # What tpplan registers is no part of what is proved.
     if backward:

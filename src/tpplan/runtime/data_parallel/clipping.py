@@ -51,6 +51,13 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm isn't finite, and `error_if_nonfinite`.
+
+    Example:
+        >>> model = tpplan.parallelize(model, "auto", inputs=x)
+        >>> model(x).sum().backward()
+        >>> norm = tpplan.clip_grad_norm_(model.parameters(), 1.0)
+        >>> norm.shape
+        torch.Size([])
     """
     order = float(norm_type)
     listed: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
