@@ -21,6 +21,7 @@ from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.skeleton import make_skeleton
+from tpplan.hf.recorded_outputs import recording_outputs
 from tpplan.initialize import init_weights
 from tpplan.parity import ParityReport, verify
 from tpplan.plan import ArgumentError, CompileError, Plan, load_plan
@@ -89,7 +90,7 @@ def compile_plan(
         Counter({'all-reduce': 1})
     """
     there = None if device is None else _device(device)
-    with bare(model) as stock:
+    with bare(model) as stock, recording_outputs(stock, inputs):
         loaded, notes = plan_of(plan, stock, tp, inputs)
         inner = served(stock, loaded, tp, inputs)
         compiled = prove(Request(inner.model, inner.plan, tp, *inner.call, device=there))
@@ -137,7 +138,7 @@ def suggest_text(
     model: nn.Module, tp: int, sequence_parallel: bool = False, inputs: Inputs = None, *, training: bool = False
 ) -> str:
     """As `suggest_plan`, as the text of a plan file, with comments."""
-    with bare(model) as stock:
+    with bare(model) as stock, recording_outputs(stock, inputs):
         return found_text(stock, tp, sequence_parallel, inputs, training=training)
 
 
@@ -180,7 +181,7 @@ def parallelize(
         >>> model.up
         ColwiseLinear(in_features=8, out_features=32, bias=True, weight=S(0), bias=S(0))
     """
-    with bare(model) as stock:
+    with bare(model) as stock, recording_outputs(stock, inputs, keep=True):
         _parallelize(stock, plan, mesh, inputs, tp, broadcast)
     return model
 

@@ -65,7 +65,12 @@ def run_example(member: Member, function: str, folder: str) -> str:
 def folder() -> Any:
     """With a small Llama in it."""
     made = Path(tempfile.mkdtemp())
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
     config = LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=64, bos_token_id=1, eos_token_id=2, pad_token_id=0)
     LlamaForCausalLM(config).save_pretrained(made / "my-llama")
     yield made

@@ -138,3 +138,18 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     """Whether there are hooks on a tensor's gradient. For every torch."""
     accumulated: object = getattr(tensor, "_post_accumulate_grad_hooks", None)
     return bool(tensor._backward_hooks) or bool(accumulated)
+
+
+@contextmanager
+def forward_hooks_put_back(model: nn.Module) -> Generator[None]:
+    """Take away the forward hooks that modules of a model get in the meantime.
+
+    For every torch.
+    """
+    before = [(module, set(module._forward_hooks)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, kept in before:
+            for key in module._forward_hooks.keys() - kept:
+                del module._forward_hooks[key]

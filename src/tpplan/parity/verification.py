@@ -18,6 +18,7 @@ from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.branches import Captures
 from tpplan.compiler.trace.surroundings import Surroundings
+from tpplan.hf.recorded_outputs import recording_outputs
 from tpplan.parity.budget import choose_dtype, refuse_too_large
 from tpplan.parity.call import Call, call_with_numbers
 from tpplan.parity.compare import Setting, compare
@@ -87,6 +88,21 @@ def verify(
         >>> report.ok
         True
     """
+    with recording_outputs(model, inputs):
+        return _verified(model, plan, tp, inputs, processes, dtype, seed, timeout, progress)
+
+
+def _verified(
+    model: nn.Module,
+    plan: AskedPlan,
+    tp: int,
+    inputs: Inputs,
+    processes: bool,
+    dtype: torch.dtype | None,
+    seed: int,
+    timeout: float,
+    progress: Progress | None,
+) -> ParityReport:
     loaded, _ = plan_of(plan, model, tp, inputs)
     inner = served(model, loaded, tp, inputs)
     model, loaded, arguments, keywords = inner.model, inner.plan, inner.arguments, inner.keywords

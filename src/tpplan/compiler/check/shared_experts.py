@@ -59,6 +59,7 @@ _ROWS = (
     61,
     67,
 )  # of the tokens of a record: primes, so that no other size is one of these by chance
+_LISTED = 3  # of the places that a run changes
 _BY_COUNT = "what it computes depends on the number of tokens"
 _BY_HITS = "what it computes depends on how many experts are chosen"
 
@@ -100,6 +101,12 @@ def prove_experts(
     return replace(binding, modules=found), attributes, once(findings)
 
 
+def _named(places: Collection[str]) -> str:
+    """A few of the places that a run changes, such as attributes."""
+    more = f" and {len(places) - _LISTED} more" if len(places) > _LISTED else ""
+    return ", ".join(f"`{place}`" for place in sorted(places)[:_LISTED]) + more
+
+
 class _Prover:
     """Remembers what was proved of equal modules."""
 
@@ -133,7 +140,7 @@ class _Prover:
         if trace.gradients.taken_inside:
             raise NotRoutedError("the model takes gradients in its forward")
         if any(may_write(trace, inner) for _, inner in named_modules(module)):
-            raise NotRoutedError("the model changes attributes or globals while it runs, maybe there")
+            raise NotRoutedError(f"the model changes {_named(trace.effects.written)} while it runs, maybe there")
         if len(frame.exits) != 1 or frame.exits[0].path or frame.exits[0].aliases or not frame.entries:
             raise NotRoutedError("it doesn't return one tensor")
         inside = list(frame.walk())
