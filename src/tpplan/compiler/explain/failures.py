@@ -70,6 +70,15 @@ def _experts_around(module: str, binding: Binding, size: int) -> Bound | None:
     return None
 
 
+def _sequence_around(module: str, binding: Binding) -> Bound | None:
+    """The `sequence` rule for a module, or for the nearest around it, if nothing inside of that is split otherwise."""
+    while module and module not in binding.modules:
+        module = module.rpartition(".")[0]
+    bound = binding.modules.get(module)
+    alone = not any(name.startswith(f"{module}.") for name in binding.modules)
+    return bound if bound is not None and bound.style is Style.SEQUENCE and alone else None
+
+
 def _of_placement(here: Instance, failure: Failure, trace: Trace, binding: Binding, size: int) -> Diagnostic:
     module = quoted(here.frame.module)
     refusal = failure.refusal
@@ -82,6 +91,13 @@ def _of_placement(here: Instance, failure: Failure, trace: Trace, binding: Bindi
     if refusal.kind == "pin" or not isinstance(node, OperationNode):
         return _pin(here, refusal, bound, binding, size)
     split = _sharded_operand(here.region, node, refusal)
+    along = _sequence_around(here.frame.module, binding)
+    if along is not None and split is not None:
+        return _finding("TP107", along, module, node.location,
+            f"the body of {module} can't run on a part of the sequence: {node.name} {refusal.reason}",
+            f"remove the rule for `{along.name}`{_line(along)}, so that it gets the whole sequence",
+            _operands(here.region, refusal),
+        )  # fmt: skip
     if refusal.kind == "in-place":
         return _finding("TP113", bound, module, node.location,
             f"{module} writes in place ({node.name}) to a sharded tensor that it also reads through a view",
