@@ -84,7 +84,7 @@ def test_styles_are_the_rules_that_say_the_same() -> None:
     assert program.diagnostics == ()
 
 
-@pytest.mark.parametrize("styles", [TENSOR, SEQUENCE])
+@pytest.mark.parametrize("styles", [TENSOR, SEQUENCE, TENSOR | {"embedding": ColwiseParallel()}])
 def test_what_it_computes_is_the_same(styles: dict[str, ParallelStyle]) -> None:
     assert tpplan.verify(Model(), styles, 2, (IDS,)).ok
 
@@ -101,7 +101,6 @@ def test_what_the_compiler_places_by_itself_is_a_note() -> None:
 @pytest.mark.parametrize(
     ("styles", "says"),
     [
-        ({"embedding": ColwiseParallel()}, "columns of an embedding"),
         ({"layers.*.up": ColwiseParallel(output_layouts=Shard(1))}, r"can't be handed out as S\(1\)"),
         ({"layers.*.down": RowwiseParallel(input_layouts=Shard(1))}, r"not S\(1\)"),
         ({"norm": SequenceParallel(sequence_dim=0)}, "splits dim 1"),
@@ -119,7 +118,7 @@ def test_what_no_rule_says_is_a_finding(styles: Any, says: str) -> None:
 
 
 def test_every_mistake_is_told() -> None:
-    styles = {"embedding": ColwiseParallel(), "norm": SequenceParallel(sequence_dim=2), "output": ColwiseParallel()}
+    styles = {"embedding": Own(), "norm": SequenceParallel(sequence_dim=2), "output": ColwiseParallel()}
     with pytest.raises(tpplan.CompileError) as caught:
         tpplan.verify(Model(), styles, 2, (IDS,))
     assert [found.subject for found in caught.value.diagnostics] == ["embedding", "norm"]

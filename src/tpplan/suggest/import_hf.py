@@ -39,6 +39,7 @@ _STYLES: Final[Mapping[str, str]] = {
     "packed_rowwise": "{style: rowwise, packed: [gate, up]}",
     "local_packed_rowwise": "{style: rowwise, packed: [gate, up]}",
     "embedding_rowwise": "vocab",
+    "embedding_colwise": "colwise",
     "sequence_parallel": "sequence",
     "replicate": "replicate",
     "ep_dispatch_experts": "experts",
@@ -51,7 +52,6 @@ _NOTES: Final[Mapping[str, str]] = {
     "ep_router": f"{_NEEDLESS}: each rank finds the tokens of its experts by itself",
     "all_reduce": f"{_NEEDLESS}: the compiler places the collectives",
     "gather": f"{_NEEDLESS}: the compiler places the collectives",
-    "embedding_colwise": "an embedding is split by rows (`vocab`), not by columns",
 }
 _UNKNOWN: Final = "has no counterpart among the styles"
 _LINEAR: Final = frozenset(style for style in _STYLES if "wise" in style and "embedding" not in style)

@@ -96,8 +96,6 @@ def _rule(style: Any, meant: Iterable[nn.Module]) -> tuple[dict[str, str], str]:
     layouts: Any = style
     given, made = _only(layouts.input_layouts), _only(layouts.output_layouts)
     if isinstance(style, ColwiseParallel):
-        if tables:
-            raise _Unsaid("the columns of an embedding can't be split; its rows can, by RowwiseParallel")
         pins, left = _output(made, {_LAST: "", Replicate(): "replicate"}), _left_input(given, Replicate())
         return {"style": "colwise"} | pins, left
     pins = _output(made, {Replicate(): "", _SEQUENCE: "sequence"})

@@ -233,12 +233,12 @@ def _mismatch(module: nn.Module, name: str, rule: Rule, what: str) -> Diagnostic
         message=f"{what}, but `{name}` is {kind}",
         span=rule.style_span,
         label=f"`{name}` is {kind}",
-        help=_suggest_style(module),
+        help=_suggest_style(module, name),
         subject=name,
     )
 
 
-def _suggest_style(module: nn.Module) -> str:
+def _suggest_style(module: nn.Module, name: str) -> str:
     if linear_form(module) is not None:
         return "a linear layer can be `colwise` or `rowwise`"
     if is_convolution(module):
@@ -254,6 +254,8 @@ def _suggest_style(module: nn.Module) -> str:
     linears = [name for name, inner in named_modules(module) if linear_form(inner) is not None]
     if linears:
         return f"name the linear layers inside it, such as `….{linears[0]}`"
+    if any(isinstance(inner, nn.Embedding) for inner in module.modules()):
+        return f"write `{name}: replicate`: what wraps the table reads all of it"
     return "a module of this kind can be `sequence` or `replicate`"
 
 

@@ -70,8 +70,7 @@ def exchange(group: dist.ProcessGroup | None, what: str, held: Any) -> list[Any]
         raise LostRankError.of(
             "TP176",
             f"{what} failed, as {elsewhere}",
-            help="let all ranks of the axis make the same calls in the same order; TPPLAN_DEBUG=1 tells where they "
-            "part",
+            help=_ALIKE,
         )
     if has_left():  # all ranks are here, whatever was before
         _left.clear()
@@ -117,10 +116,18 @@ def told(group: dist.ProcessGroup) -> dict[int, str]:
             if place != mine and store.check([left]):
                 found[rank] = store.get(left).decode()
             elif place != mine and store.check([waits]):
-                found[rank] = f"waits at {pickle.loads(store.get(waits))[0]}"
+                found[rank] = f"{_WAITS} {pickle.loads(store.get(waits))[0]}"
     except RuntimeError:
         pass
     return found
+
+
+_WAITS = "waits at"
+_BY_CHANCE = (
+    "in a branch or a loop that random numbers decide: seed all ranks of the axis alike (`torch.manual_seed`, "
+    "`random.seed`). TPPLAN_DEBUG=1 tells where the ranks part"
+)
+_ALIKE = f"let all ranks of the axis make the same calls in the same order, also {_BY_CHANCE}"
 
 
 def lost(what: str, error: BaseException, group: dist.ProcessGroup | None) -> LostRankError:
@@ -134,13 +141,15 @@ def lost(what: str, error: BaseException, group: dist.ProcessGroup | None) -> Lo
             time.sleep(0.05)
             reasons = told(group)
     came = "didn't come in time" if "imed out" in text or "imeout" in text else "stopped or left the step"
-    if reasons:
+    if reasons and all(reason.startswith(_WAITS) for reason in reasons.values()):
+        way_out = _ALIKE
+    elif reasons:
         way_out = "see the other ranks' logs, which have these errors whole"
     else:
         way_out = (
             "look for the first error in the other ranks' logs; if there is none, a rank was killed, or makes calls "
             "that the others don't: a forward, or `full_tensor`, `save_weights`, `save_pretrained` or "
-            "`get_model_state_dict` under `if rank == 0`. TPPLAN_DEBUG=1 tells where the ranks part"
+            f"`get_model_state_dict` under `if rank == 0`, or {_BY_CHANCE}"
         )
     notes = [*(f"rank {rank} {reason}" for rank, reason in reasons.items()), text]
     return LostRankError.of("TP176", f"{what} failed, as another rank of the axis {came}", help=way_out, notes=notes)
