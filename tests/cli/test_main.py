@@ -1,6 +1,7 @@
 """Exit codes, streams, and that nothing but a code ever gets out of the command."""
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -9,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tpplan.cli import explain, schema
 from tpplan.cli import main as entry
-from tpplan.cli import schema
+from tpplan.cli.exit_codes import UsageError
 from tpplan.cli.main import main
 
 SOURCES = Path(__file__).parents[2] / "src"
 COMMANDS = ["validate", "explain", "verify", "suggest", "export", "checkpoint", "demo", "bench", "plans", "rule"]
-COMMANDS += ["schema"]
+COMMANDS += ["schema", "env"]
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -152,3 +154,40 @@ def test_every_public_name_is_listed() -> None:
     with pytest.raises(AttributeError):
         _ = tpplan.nonsense  # type: ignore[attr-defined]
     assert entry.main is main
+
+
+SIZES = ["--tp 2 4", "--tp 2 --tp 4", "--tp=2 4", "--tp 2 4 2", "--tp 2 --tp=4"]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_a_command_answers_for_each_number_of_ranks(
+    sizes: str, format: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        assert arguments.module == "model.layers.0" and arguments.sizes == [arguments.tp]
+        print(f'{{"size": {arguments.tp}}}')
+        return 1 if arguments.tp == 2 else 0
+
+    monkeypatch.setattr(explain, "run", run)
+    assert main(["explain", "p", "--model", "m", *sizes.split(), "model.layers.0", "--format", format]) == 1
+    text = capsys.readouterr().out
+    if format == "json":
+        assert json.loads(text) == [{"size": 2}, {"size": 4}]
+    else:
+        assert text == 'tp=2\n{"size": 2}\n\ntp=4\n{"size": 4}\n'
+
+
+def test_one_that_fails_leaves_the_others_their_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        if arguments.tp == 2:
+            raise UsageError("not so")
+        print("{}")
+        return 0
+
+    monkeypatch.setattr(explain, "run", run)
+    assert main(["explain", "p", "--model", "m", "--tp", "2", "4", "--format", "json"]) == 2
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == [{}] and captured.err == "tpplan explain: not so\n"
