@@ -15,7 +15,8 @@ from tpplan.compiler.ir.program import SplitClasses
 from tpplan.parity import verify_program
 from tpplan.plan import CompileError, load_plan
 from tpplan.rehearsal.rehearse import ShapeCommunicator
-from tpplan.runtime.classes.class_scope import ClassBody, OpenClassBodies
+from tpplan.runtime.bodies.open_bodies import OpenBodies
+from tpplan.runtime.classes.class_scope import ClassBody, ClassCounter
 
 ROWS, WIDTH, CLASSES = 6, 8, 12
 PLAN = {"version": 1, "modules": {"head": {"style": "colwise", "output": "shard"}}}
@@ -168,7 +169,9 @@ def test_calls_that_were_not_proved_are_refused() -> None:
     logits, labels = torch.randn(ROWS, CLASSES // 2), torch.zeros(ROWS, dtype=torch.int64)
 
     def call(*functions: str) -> None:
-        body = ClassBody(OpenClassBodies(), (SplitClasses("cross_entropy", CLASSES),), ShapeCommunicator(2, 0), "it")
+        body = ClassBody(
+            OpenBodies[ClassCounter](), (SplitClasses("cross_entropy", CLASSES),), ShapeCommunicator(2, 0), "it"
+        )
         with body:
             for function in functions:
                 functional.cross_entropy(logits, labels) if function == "loss" else logits.logsumexp(-1)

@@ -26,12 +26,13 @@ from tpplan.runtime.bodies.expert_bodies import ElsewhereBody, StackBody, own_bo
 from tpplan.runtime.bodies.fused_sums import residual_norms
 from tpplan.runtime.bodies.kernel_bodies import Body, active_uses, body_of, choice_of, fused_norms, without_bias
 from tpplan.runtime.bodies.layer_bodies import layer_of
+from tpplan.runtime.bodies.open_bodies import OpenBodies
 from tpplan.runtime.bodies.recorded_bodies import Inside
 from tpplan.runtime.bodies.recurrent_bodies import RecurrentBody
 from tpplan.runtime.bodies.split_norm import split_norm_body
 from tpplan.runtime.bodies.token_exchange import DispatchBody
 from tpplan.runtime.classes.class_rows import ClassPart
-from tpplan.runtime.classes.class_scope import ClassBody, OpenClassBodies
+from tpplan.runtime.classes.class_scope import ClassBody, ClassCounter
 from tpplan.runtime.classes.split_logits import SplitLogits
 from tpplan.runtime.modules.module_runtime import EntryStep, ExitStep, ModuleRuntime
 from tpplan.runtime.modules.writes import stock_class
@@ -44,7 +45,7 @@ from tpplan.runtime.parameters.handed_out import (
     ZerosReader,
     buffer_reader,
 )
-from tpplan.runtime.random.mixed_draws import CallersStream, MixedStreams, OneStream, OpenBodies, Randomness
+from tpplan.runtime.random.mixed_draws import CallersStream, DrawCounter, MixedStreams, OneStream, Randomness
 from tpplan.runtime.random.randomness import SplitRandomness
 from tpplan.runtime.ranks.communicator import Communicator, placed
 from tpplan.runtime.ranks.lockstep import LockstepCommunicator
@@ -105,7 +106,7 @@ def prepare(
     fused = fused_norms(program, device)
     steps = _Steps(axis, context, twice)
     found: list[Prepared] = []
-    class_bodies = OpenClassBodies()
+    class_bodies = OpenBodies[ClassCounter]()
     losses = {use.module: use for use in program.kernels if use.kind == "cross_entropy"}
     taken, uses = uses, {name: use for name, use in uses.items() if name not in losses}
     norms = residual_norms(uses, modules, readers)
@@ -282,7 +283,7 @@ def _randomness(program: Program, axis: Communicator, device: torch.device) -> d
     streams = {"split": split, "same": split.replicated()}
     if all(kind in streams for kind in drawn.values()):
         return {name: streams[str(kind)] for name, kind in drawn.items()}
-    bodies = OpenBodies()
+    bodies = OpenBodies[DrawCounter]()
     alone = {kind: OneStream(stream, bodies) for kind, stream in streams.items()}
     found: dict[str, Randomness] = {}
     for name, kind in drawn.items():

@@ -56,6 +56,7 @@ from tpplan.compiler.ir.program import ClassCalls, SplitClasses
 from tpplan.kernels.backend import Choice
 from tpplan.plan import Diagnostic, TpplanError
 from tpplan.runtime.bodies.fused_sums import ADDITIONS, ResidualNorm
+from tpplan.runtime.bodies.open_bodies import OpenBodies
 from tpplan.runtime.classes import class_losses as classes
 from tpplan.runtime.classes import class_sums as class_reductions
 from tpplan.runtime.classes import split_tables as look_ups
@@ -75,36 +76,12 @@ class ClassCallError(TpplanError):
         super().__init__([Diagnostic("TP166", f"{where} {call}, where its proof {proved}", help=way_out)])
 
 
-class OpenClassBodies:
-    """The bodies that run at the moment, innermost last: the mode of each, or None."""
-
-    def __init__(self) -> None:
-        """Begin with none."""
-        self._open: list[_Counter | None] = []
-
-    def enter(self, counter: _Counter | None) -> None:
-        """Open a body inside of the others."""
-        if self._open and self._open[-1] is not None:
-            self._open[-1].pause()
-        self._open.append(counter)
-        if counter is not None:
-            counter.go_on()
-
-    def leave(self) -> None:
-        """Close the innermost body."""
-        counter = self._open.pop()
-        if counter is not None:
-            counter.pause()
-        if self._open and self._open[-1] is not None:
-            self._open[-1].go_on()
-
-
 class ClassBody:
     """A context for a body that makes such calls, or that another calls which does."""
 
     def __init__(
         self,
-        bodies: OpenClassBodies,
+        bodies: OpenBodies[ClassCounter],
         calls: ClassCalls,
         axis: Communicator,
         where: str,
@@ -136,7 +113,7 @@ class ClassBody:
         for norm in self._norms:
             norm.begin()
         seen = self._calls or self._norms
-        self._bodies.enter(_Counter(self._calls, *self._of, self._norms) if seen else None)
+        self._bodies.enter(ClassCounter(self._calls, *self._of, self._norms) if seen else None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -151,7 +128,7 @@ class ClassBody:
 def unseen() -> Generator[None]:
     """A block whose calls aren't those of the body around it: what torch.compile reads there needs no function mode."""
     counter = innermost_function_mode()
-    if not isinstance(counter, _Counter):
+    if not isinstance(counter, ClassCounter):
         yield
         return
     counter.pause()
@@ -161,7 +138,7 @@ def unseen() -> Generator[None]:
         counter.go_on()
 
 
-class _Counter(TorchFunctionMode):
+class ClassCounter(TorchFunctionMode):
     """Counts a body's calls, and runs those on split classes."""
 
     def __init__(
@@ -343,4 +320,4 @@ def _result_dtype(operation: OpOverload, dtype: torch.dtype, device: str, autoca
     return torch.logsumexp(logits, 1).dtype
 
 
-__all__ = ["ClassBody", "ClassCallError", "OpenClassBodies", "run_split", "unseen"]
+__all__ = ["ClassBody", "ClassCallError", "ClassCounter", "run_split", "unseen"]

@@ -19,6 +19,7 @@ from tpplan.compat.modes import RecordingMode, innermost_mode
 from tpplan.compat.schemas import OpOverload
 from tpplan.compiler.ir.trace import quoted
 from tpplan.compiler.trace.random_draws import is_draw
+from tpplan.runtime.bodies.open_bodies import OpenBodies
 from tpplan.runtime.random.randomness import RandomnessError, ReplicatedRandomness, SplitRandomness, is_checkpointed
 
 
@@ -36,45 +37,10 @@ class Randomness(Protocol):
         ...
 
 
-class OpenBodies:
-    """The bodies that run at the moment, innermost last: the mode that counts the draws of each, or None."""
-
-    def __init__(self) -> None:
-        """Begin with none."""
-        self._held: list[_DrawCounter | None] = []
-
-    @property
-    def innermost(self) -> _DrawCounter | None:
-        """The counter of the innermost body, if it needs one."""
-        return self._held[-1] if self._held else None
-
-    def __bool__(self) -> bool:
-        """Whether any is open."""
-        return bool(self._held)
-
-    def enter(self, counter: _DrawCounter | None) -> None:
-        """Open a body inside of the others."""
-        outer = self.innermost
-        if outer is not None:
-            outer.pause()
-        self._held.append(counter)
-        if counter is not None:
-            counter.go_on()
-
-    def leave(self) -> None:
-        """Close the innermost body."""
-        counter = self._held.pop()
-        if counter is not None:
-            counter.pause()
-        outer = self.innermost
-        if outer is not None:
-            outer.go_on()
-
-
 class OneStream:
     """A context for bodies whose draws are all of one kind."""
 
-    def __init__(self, stream: SplitRandomness | ReplicatedRandomness, bodies: OpenBodies) -> None:
+    def __init__(self, stream: SplitRandomness | ReplicatedRandomness, bodies: OpenBodies[DrawCounter]) -> None:
         """Draw from `stream`."""
         self._stream = stream
         self._bodies = bodies
@@ -95,7 +61,7 @@ class OneStream:
 class CallersStream:
     """A context for modules whose draws are counted with those of the body that calls them."""
 
-    def __init__(self, name: str, bodies: OpenBodies) -> None:
+    def __init__(self, name: str, bodies: OpenBodies[DrawCounter]) -> None:
         """Be called by one of `bodies`."""
         self._name = name
         self._bodies = bodies
@@ -128,7 +94,7 @@ class MixedStreams:
         name: str,
         draws: tuple[str, ...],
         streams: Mapping[str, SplitRandomness | ReplicatedRandomness],
-        bodies: OpenBodies,
+        bodies: OpenBodies[DrawCounter],
     ) -> None:
         """Draw from `streams` by the kinds that `draws` says, in the body of the module `name`."""
         self.name = name
@@ -139,7 +105,7 @@ class MixedStreams:
     def __enter__(self) -> None:
         """Count from the first draw."""
         frame = inspect.currentframe()
-        self._bodies.enter(_DrawCounter(self, frame and frame.f_back))
+        self._bodies.enter(DrawCounter(self, frame and frame.f_back))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -154,11 +120,11 @@ class MixedStreams:
         if error is None and counter is not None and 0 < counter.count < len(self.draws):
             raise self._differs(f"{counter.count} times")
 
-    def counts(self, counter: _DrawCounter) -> bool:
+    def counts(self, counter: DrawCounter) -> bool:
         """Whether `counter` is that of the innermost body."""
         return self._bodies.innermost is counter
 
-    def stream_of(self, counter: _DrawCounter) -> SplitRandomness | ReplicatedRandomness:
+    def stream_of(self, counter: DrawCounter) -> SplitRandomness | ReplicatedRandomness:
         """The stream to draw from next.
 
         Raises:
@@ -188,7 +154,7 @@ class MixedStreams:
         )
 
 
-class _DrawCounter(RecordingMode):
+class DrawCounter(RecordingMode):
     """Sees the operations of one run of a body."""
 
     def __init__(self, body: MixedStreams, frame: FrameType | None) -> None:
@@ -208,15 +174,16 @@ class _DrawCounter(RecordingMode):
             return func(*args, **keywords)
 
     def go_on(self) -> None:
+        """See draws again."""
         if not self._is_on:
             self._is_on = True
             self.__enter__()
 
     def pause(self) -> None:
-        # Below a mode that the body itself has opened it stays on, and lets pass what isn't its own.
+        """See no draws; below a mode that the body itself has opened it stays on, and lets pass what isn't its own."""
         if innermost_mode() is self:
             self._is_on = False
             self.__exit__(None, None, None)
 
 
-__all__ = ["CallersStream", "MixedStreams", "OneStream", "OpenBodies", "Randomness", "RandomnessError"]
+__all__ = ["CallersStream", "DrawCounter", "MixedStreams", "OneStream", "Randomness", "RandomnessError"]
