@@ -159,6 +159,7 @@ def prepare(
             or (body if use is None else body_of(use, module, modules)),
             replays=isinstance(spec.body, RecordedBody),
             dispatches=spec.experts is not None and spec.experts.dispatches,
+            name=spec.name,
             weight=own.get("weight"),
             bias=None if left else own.get("bias"),
             table=_table(spec, placements, axis),

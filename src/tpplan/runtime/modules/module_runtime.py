@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from tpplan.compat.dynamo import is_traced
 from tpplan.compiler.ir.pytree import replaced_at
 from tpplan.compiler.trace.preconditions import MARK
 from tpplan.runtime.around.results import Results
@@ -22,6 +23,7 @@ from tpplan.runtime.classes.class_scope import ClassBody
 from tpplan.runtime.parameters.handed_out import HandedOut
 from tpplan.runtime.random.mixed_draws import Randomness
 from tpplan.runtime.ranks.communicator import Communicator
+from tpplan.runtime.ranks.profiled import telling
 from tpplan.runtime.ranks.reshard import CallContext, Move, moves_values
 
 Reader = Callable[[Tensor], Tensor]
@@ -86,6 +88,7 @@ class ModuleRuntime:
         body: what runs in place of the stock forward; None for that.
         replays: whether that is the record of the stock forward, which calls the modules inside.
         dispatches: whether it exchanges as many rows as the call's numbers say, which no graph can hold.
+        name: the module's, for a profiler.
         weight, bias: how to read these parameters of the module itself; None for one that its body doesn't read.
         table: of an embedding table split by rows, the first that this rank holds, and the number of all.
         shared: whether one tensor sits in several places of the arguments or results, to be resharded once for all.
@@ -120,6 +123,7 @@ class ModuleRuntime:
     body: Body | None = None
     replays: bool = False
     dispatches: bool = False
+    name: str = ""
     weight: Reader | None = None
     bias: Reader | None = None
     table: tuple[int, int] = (0, 0)
@@ -140,11 +144,11 @@ class ModuleRuntime:
             if entry.position is not None and entry.position < len(args):
                 if moved is None:
                     moved = list(args)
-                moved[entry.position] = replaced_at(moved[entry.position], entry.inner, entry.step)
+                moved[entry.position] = replaced_at(moved[entry.position], entry.inner, self._told(entry))
             elif entry.name in kwargs:
                 if not copied:
                     kwargs, copied = dict(kwargs), True
-                kwargs[entry.name] = replaced_at(kwargs[entry.name], entry.inner, entry.step)
+                kwargs[entry.name] = replaced_at(kwargs[entry.name], entry.inner, self._told(entry))
         return (args if moved is None else tuple(moved)), kwargs
 
     def run_layer(
@@ -160,8 +164,8 @@ class ModuleRuntime:
         (input,) = inputs
         assert self.layer is not None and weight is not None
         if self.entries:
-            input = self.entries[0].step(input)
-        return self.layer(module, self, input, weight, bias, self.exits[0].step if self.exits else None)
+            input = self._told(self.entries[0])(input)
+        return self.layer(module, self, input, weight, bias, self._told(self.exits[0]) if self.exits else None)
 
     def keep(self) -> None:
         """Put what the body wrote to parts of buffers into the whole ones."""
@@ -172,8 +176,14 @@ class ModuleRuntime:
     def leave(self, result: Any) -> Any:
         """Reshard the results of a call."""
         for exit_step in self.exits if not self.shared else _once_each(self.exits):
-            result = replaced_at(result, exit_step.path, exit_step.step)
+            result = replaced_at(result, exit_step.path, self._told(exit_step))
         return result
+
+    def _told(self, step: EntryStep | ExitStep) -> Move:
+        if is_traced() or not self.handed_out.profiled:
+            return step.step
+        what = f"the argument {step.name}" if isinstance(step, EntryStep) else "the result"
+        return telling(step.step, f"{what} of {self.name or 'the model'}")
 
 
 Step = TypeVar("Step", EntryStep, ExitStep)

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from tpplan.ambience import as_called, behind_a_call
 from tpplan.compat.autograd import runs_backward
 from tpplan.compat.dynamo import active_compiler, is_traced, skip_frame
-from tpplan.compat.modes import has_dispatch_modes, is_jit_traced, without_function_modes, without_inference_kernels
+from tpplan.compat.modes import (
+    has_dispatch_modes,
+    is_jit_traced,
+    is_profiled,
+    without_function_modes,
+    without_inference_kernels,
+)
 from tpplan.compiler.ir.pytree import NothingThereError
 from tpplan.plan import InternalError
 from tpplan.runtime.around.outside_calls import call_alone
@@ -220,10 +226,11 @@ class ShardedRoot(ShardedModule):
         cut = writes.cut if writes is not None else ()  # by FSDP, which wants a gradient in the module's own backward
         opened = [held for held in runtime.opened if held not in cut] if cut else runtime.opened
         summed = [owner._parameters[name] for owner, name in opened] if torch.is_grad_enabled() else ()  # pyright: ignore
+        runtime.handed_out.profiled = profiled = is_profiled()
         runtime.handed_out.open(summed)  # pyright: ignore[reportArgumentType]
         if writes is not None:
             writes.forwards += 1
-        direct = runtime.direct if compiler is None and _is_plain(runtime, writes) else None
+        direct = runtime.direct if compiler is None and not profiled and _is_plain(runtime, writes) else None
         try:
             if direct is not None:
                 runtime.handed_out.lends = True

@@ -191,6 +191,7 @@ class HandedOut:
         compiles: whether a compiler was ever seen at one of the modules.
         uncompiled: whether a region was to be compiled in a forward that is watched, and wasn't.
         recalled: the call of which a part was recomputed last.
+        profiled: whether a profiler looks at the forward under way.
     """
 
     def __init__(self, axis: Communicator, context: CallContext | None = None) -> None:
@@ -207,6 +208,7 @@ class HandedOut:
         self.within = False
         self.lends = False
         self.watched = False
+        self.profiled = False
         self.placed = False
         self.compiles = False
         self.uncompiled = False

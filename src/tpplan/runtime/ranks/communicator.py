@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import NoReturn, Protocol, Self, cast
 
 import torch
@@ -26,6 +27,7 @@ from tpplan.compat.process_groups import (
 )
 from tpplan.runtime.ranks.faults import lost_rank
 from tpplan.runtime.ranks.one_shot import SharedMemory, share_memory
+from tpplan.runtime.ranks.profiled import named_range
 
 
 class Communicator(Protocol):
@@ -129,7 +131,8 @@ class ProcessGroupCommunicator:
         if self.shared is not None and self.shared.sums(tensor):
             return tensor
         try:
-            _wait(self.group.allreduce([_real(tensor)], self._summed))
+            with self._named("all-reduce"):
+                _wait(self.group.allreduce([_real(tensor)], self._summed))
         except RuntimeError as error:
             self._raise("all-reduce", tensor, error)
         return tensor
@@ -150,7 +153,8 @@ class ProcessGroupCommunicator:
             return gathered if dim == 0 else torch.cat(gathered.chunk(self.size), dim)
         gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
         try:
-            _wait(self._gather(_real(gathered), _real(tensor)))
+            with self._named("all-gather"):
+                _wait(self._gather(_real(gathered), _real(tensor)))
         except RuntimeError as error:
             self._raise("all-gather", tensor, error)
         return gathered if dim == 0 else torch.cat(gathered.chunk(self.size), dim)
@@ -164,7 +168,8 @@ class ProcessGroupCommunicator:
             return _like(traced_reduce_scatter(_real(tensor), self.size, self._name), tensor)
         scattered = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
         try:
-            _wait(self._scatter(_real(scattered), _real(tensor)))
+            with self._named("reduce-scatter"):
+                _wait(self._scatter(_real(scattered), _real(tensor)))
         except RuntimeError as error:
             self._raise("reduce-scatter", tensor, error)
         return scattered
@@ -177,7 +182,8 @@ class ProcessGroupCommunicator:
             return torch.cat(received.unbind(), concatenate_dim)
         received = torch.empty_like(sent)
         try:
-            dist.all_to_all_single(received, sent, group=self.group)
+            with self._named("all-to-all"):
+                dist.all_to_all_single(received, sent, group=self.group)
         except RuntimeError as error:
             self._raise("all-to-all", tensor, error)
         return torch.cat(received.unbind(), concatenate_dim)
@@ -186,7 +192,8 @@ class ProcessGroupCommunicator:
         """See `Communicator`."""
         received = sizes.clone()  # where no rank answers, as in a fake group, each sends what this one does
         try:
-            dist.all_to_all_single(received, sizes, group=self.group)
+            with self._named("all-to-all"):
+                dist.all_to_all_single(received, sizes, group=self.group)
         except RuntimeError as error:
             self._raise("all-to-all", sizes, error)
         both = torch.stack([sizes.sum(1), received.sum(1)])
@@ -197,10 +204,14 @@ class ProcessGroupCommunicator:
         """See `Communicator`."""
         arrived = rows.new_empty((sum(received), *rows.shape[1:]))
         try:
-            dist.all_to_all_single(arrived, rows.contiguous(), [*received], [*sent], group=self.group)
+            with self._named("all-to-all"):
+                dist.all_to_all_single(arrived, rows.contiguous(), [*received], [*sent], group=self.group)
         except RuntimeError as error:
             self._raise("all-to-all", rows, error)
         return arrived
+
+    def _named(self, collective: str) -> AbstractContextManager[object]:
+        return named_range(collective, self.adjoint, self.place)
 
     def _raise(self, name: str, tensor: Tensor, error: RuntimeError) -> NoReturn:
         if isinstance(error, torch.OutOfMemoryError):

@@ -20,6 +20,7 @@ from tpplan.compat.modes import has_dispatch_modes, without_keeping_modes
 from tpplan.compiler.ir.layout import LARGEST, Collective, Layout, Pack
 from tpplan.plan import Diagnostic, TpplanError
 from tpplan.runtime.ranks.communicator import Communicator, ProcessGroupCommunicator, of_backward
+from tpplan.runtime.ranks.profiled import at_place, told_place
 from tpplan.runtime.ranks.segments import in_packs, in_ranks, padded, taken
 
 Move = Callable[[Tensor], Tensor]
@@ -93,7 +94,7 @@ class ReshardStep:
 class _Reshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, step: ReshardStep) -> Tensor:
-        ctx.step = step
+        ctx.step, ctx.place = step, told_place()
         if step.context is not None:
             ctx.batch = step.context.batch
         moved = step.forward(tensor)
@@ -102,12 +103,19 @@ class _Reshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         step: ReshardStep = ctx.step
+        if ctx.place:
+            with at_place(ctx.place):
+                return _Reshard._back(ctx, step, gradients[0]), None
+        return _Reshard._back(ctx, step, gradients[0]), None
+
+    @staticmethod
+    def _back(ctx: Any, step: ReshardStep, gradient: Tensor) -> Tensor:
         if step.context is None:
-            return step.adjoint(gradients[0]), None
+            return step.adjoint(gradient)
         latest = step.context.batch
         step.context.batch = ctx.batch  # other calls may have come between this one's forward and its backward
         try:
-            return step.adjoint(gradients[0]), None
+            return step.adjoint(gradient)
         finally:
             step.context.batch = latest
 
