@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -43,11 +43,12 @@ def known_plan(plan: AskedPlan, model: nn.Module | None) -> tuple[Plan | None, t
     if isinstance(plan, Plan):
         return plan, ()
     styles: Any = {"": plan} if isinstance(plan, ParallelStyle) else plan
-    if isinstance(styles, Mapping) and any(isinstance(style, ParallelStyle) for style in styles.values()):
-        return (None, ()) if model is None else import_styles(model, styles)
+    entries = cast("Mapping[Any, Any]", styles if isinstance(styles, Mapping) else {})
+    if any(isinstance(style, ParallelStyle) for style in entries.values()):
+        return (None, ()) if model is None else import_styles(model, entries)
     if not PLAN.fits(plan):
         raise ArgumentError(refusal("plan", PLAN, plan))
-    return load_plan(styles), ()
+    return load_plan(cast("PlanSource", plan)), ()
 
 
 def plan_of(

@@ -41,7 +41,7 @@ SHAPED: Mapping[str, tuple[tuple[tuple[int, ...], ...], tuple[Any, ...]]] = {
 }  # shapes of the tensors, and what comes after them
 _LARGEST = 2048
 # At each sample torch looks for a test of unittest on the stack, which takes longer the more is imported.
-common_utils.extract_test_fn = core.extract_test_fn = lambda: None
+common_utils.extract_test_fn = core.extract_test_fn = lambda: None  # pyright: ignore[reportPrivateImportUsage]
 
 
 @dataclass(frozen=True)

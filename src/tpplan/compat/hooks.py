@@ -146,7 +146,7 @@ def forward_hooks_put_back(model: nn.Module) -> Generator[None]:
 
     For every torch.
     """
-    before = [(module, set(module._forward_hooks)) for module in model.modules()]
+    before = [(module, {*module._forward_hooks.keys()}) for module in model.modules()]
     try:
         yield
     finally:

@@ -222,7 +222,7 @@ def _packed(bound: Bound, taken: Taken, whole: int, notes: tuple[str, ...]) -> D
 
 
 def _heads(bound: Bound, taken: Taken, size: int, notes: tuple[str, ...]) -> Diagnostic:
-    heads, module = taken.heads[0], quoted(taken.frame.module)
+    heads, module = taken.heads[0] or 0, quoted(taken.frame.module)
     return Diagnostic(
         code="TP103",
         message=f"{module} views the result of `{bound.name}` as {heads} heads, "
