@@ -31,6 +31,7 @@ from tpplan.checkpoint.stored import Checkpoint, read_checkpoint
 from tpplan.checkpoint.wanted import match
 from tpplan.hf.build import build_stock, named_class
 from tpplan.hf.configs import CONFIG, GENERATION, StoredConfig, read_config, read_generation_config
+from tpplan.hf.hub import cached_model
 from tpplan.hf.library import UnusableError
 from tpplan.initialize import init_weights
 from tpplan.plan import ArgumentError, Plan, Severity
@@ -92,7 +93,8 @@ def from_pretrained(
     folder's config and generation config, as transformers' `from_pretrained` would return the stock model.
 
     Args:
-        folder: with config.json and safetensors files, as `save_pretrained` and `tpplan.save_weights` write it.
+        folder: with config.json and safetensors files, as `save_pretrained` and `tpplan.save_weights` write it; or the
+            name of a model that lies in the cache of the Hugging Face hub, such as `meta-llama/Llama-3.2-1B`.
         plan: as for `parallelize`; "auto" is what `suggest_plan` finds.
         mesh: as for `parallelize`; None takes torchrun's processes, as one axis or in groups of `tp`.
         dtype: of the parameters; None or "auto" for the config's, or else the checkpoint's.
@@ -120,6 +122,7 @@ def from_pretrained(
         >>> model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4).shape
         torch.Size([1, 7])
     """
+    folder = _found_folder(folder)
     known, error = _known_plan(plan, sequence_parallel)
     here = mesh if mesh is not None and tp is None else axis_mesh(mesh, known.axis if known else None, tp)
     ready: _Ready | None = None
@@ -148,6 +151,12 @@ def from_pretrained(
     for held in loaded.warnings:
         warnings.warn(held.text, stacklevel=2)
     return init_weights(model, missing=True) if loaded.missing else model
+
+
+def _found_folder(folder: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """What a model of the hub's name stands for, if it's in the cache here; else the folder itself."""
+    held = None if Path(folder).exists() else cached_model(os.fspath(folder))
+    return folder if held is None else held
 
 
 def _known_plan(plan: AskedPlan, sequence_parallel: bool) -> tuple[Plan | None, Exception | None]:

@@ -36,6 +36,10 @@ def mixtral() -> Any:
 
 def sharded(member: Member) -> tuple[float, float]:
     ids = torch.arange(12).view(2, 6)
+    refused = mixtral()
+    with pytest.raises(tpplan.CompileError):
+        tpplan.parallelize(refused, {"version": 1, "modules": {"nothing": "colwise"}}, member.mesh())
+    assert not any(module._forward_hooks for module in refused.modules())  # all or nothing
     whole = mixtral()(input_ids=ids, labels=ids)
     model = tpplan.parallelize(mixtral(), "mixtral-experts", member.mesh())
     found = model(input_ids=ids, labels=ids)

@@ -140,16 +140,16 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks) or bool(accumulated)
 
 
-@contextmanager
-def forward_hooks_put_back(model: nn.Module) -> Generator[None]:
-    """Take away the forward hooks that modules of a model get in the meantime.
+def note_forward_hooks(model: nn.Module) -> Callable[[], None]:
+    """Note the forward hooks of a model's modules; what comes back takes away those that came later.
 
     For every torch.
     """
-    before = [(module, {*module._forward_hooks.keys()}) for module in model.modules()]
-    try:
-        yield
-    finally:
+    before = [(module, set(hook_tables(module)["_forward_hooks"])) for module in model.modules()]
+
+    def take_away() -> None:
         for module, kept in before:
             for key in module._forward_hooks.keys() - kept:
                 del module._forward_hooks[key]
+
+    return take_away

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 
-from tpplan.compat.hooks import forward_hooks_put_back
+from tpplan.compat.hooks import note_forward_hooks
 
 _MODULE = "transformers.utils.output_capturing"
 _INSTALLED = "_output_capturing_hooks_installed"
@@ -21,7 +21,7 @@ _INSTALLED = "_output_capturing_hooks_installed"
 
 @contextmanager
 def recording_outputs(model: nn.Module, inputs: object, *, keep: bool = False) -> Generator[None]:
-    """With the hooks that a call of `model` would hang; `keep` leaves them there, as the call would.
+    """With the hooks that a call of `model` would hang; `keep` leaves them there, if nothing is raised.
 
     Args:
         model: of transformers, or with such inside of it; others stay as they are.
@@ -32,14 +32,15 @@ def recording_outputs(model: nn.Module, inputs: object, *, keep: bool = False) -
         yield
         return
     asking = list(_asking(model, inputs, library))
-    with forward_hooks_put_back(model) if asking and not keep else nullcontext():
+    with ExitStack() as put_back:
+        if asking:
+            put_back.callback(note_forward_hooks(model))
         for module in asking:
             library.maybe_install_capturing_hooks(module)
-        try:
-            yield
-        finally:
-            for module in () if keep else asking:
-                vars(module).pop(_INSTALLED, None)
+            put_back.callback(vars(module).pop, _INSTALLED, None)
+        yield
+        if keep:
+            put_back.pop_all()
 
 
 def _asking(model: nn.Module, inputs: object, library: Any) -> Iterator[nn.Module]:
