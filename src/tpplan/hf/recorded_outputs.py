@@ -47,7 +47,7 @@ def _asking(model: nn.Module, inputs: object, library: Any) -> Iterator[nn.Modul
     """The modules whose forward hangs hooks, of models that are asked for what these record."""
     given: Mapping[str, Any] = inputs if isinstance(inputs, Mapping) else {}  # pyright: ignore
     for module in model.modules():
-        if getattr(module, _INSTALLED, False) or not _captures(type(module).forward, library):
+        if getattr(module, _INSTALLED, False) or not _captures(getattr(type(module), "forward", None), library):
             continue
         config = getattr(module, "config", None)
         keys: Any = library._CAN_RECORD_REGISTRY.get(module) or ()
