@@ -22,6 +22,7 @@ CASES = [
     ("validate lama --model hf:llama", 2, "TP019"),
     ("explain lama --model hf:llama", 2, "TP019"),
     ("explain llama --model .", 2, "has no config.json"),
+    ("explain auto --model nowhere:make", 2, "there is no module `nowhere`"),
     ("verify llama --model hf:lamma --tp 2 4", 2, "did you mean `hf:llama`"),
     ("suggest --model empty.json", 2, "has no `model_type`"),
     ("suggest --model hf:llama -o nowhere/plan.yaml", 2, "there is no folder nowhere"),

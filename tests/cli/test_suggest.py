@@ -35,6 +35,12 @@ def test_without_a_file_the_plan_goes_to_stdout(capsys: pytest.CaptureFixture[st
     assert "# LlamaForCausalLM over 2 ranks" in text
 
 
+@pytest.mark.parametrize("command", [["verify"], ["explain"], ["explain", "--inference"]])
+def test_auto_is_the_plan_that_it_finds(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "auto", *MODEL]) == 0
+    assert "llama-for-causal-lm" in capsys.readouterr().out
+
+
 def test_nothing_to_import_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["suggest", "--model", "hf:gpt2", "--set", "n_layer=1", "--from-hf"]) == 1
     assert "TP123" in capsys.readouterr().err

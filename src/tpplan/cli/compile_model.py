@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tpplan.plan import Diagnostic, Plan
 
 DEFAULT_TP = 2
+AUTO = "auto"
 
 
 def ranks_of(arguments: argparse.Namespace) -> int:
@@ -27,6 +28,13 @@ def ranks_of(arguments: argparse.Namespace) -> int:
 def ranks_text(arguments: argparse.Namespace) -> str:
     """Every number of ranks that was asked for: `tp=2`, or `tp=2, tp=4`."""
     return ", ".join(f"tp={size}" for size in arguments.sizes or [DEFAULT_TP])
+
+
+def plan_named(text: str) -> Plan | str:
+    """The plan of a file or of a shipped plan's name; "auto" stays what it is, for one to be found for the model."""
+    from tpplan.plan import find_plan, load_plan
+
+    return text if text == AUTO and find_plan(text) is None else load_plan(text)
 
 
 def model_and_inputs(arguments: argparse.Namespace, *, sized: bool = True, **options: bool) -> tuple[nn.Module, Any]:
@@ -47,7 +55,7 @@ def model_and_inputs(arguments: argparse.Namespace, *, sized: bool = True, **opt
 
 
 def compile_for(
-    arguments: argparse.Namespace, plan: Plan, model: nn.Module, inputs: Any, size: int | None = None
+    arguments: argparse.Namespace, plan: Plan | str, model: nn.Module, inputs: Any, size: int | None = None
 ) -> Program:
     """The program of `plan` for a model on `size` ranks, or those of `--tp`; what keeps it from compiling is raised."""
     from tpplan.api import compile_plan

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from tpplan.cli.arguments import PLAN_HELP, add_command, add_model_arguments, add_text_format_argument, terminal_width
-from tpplan.cli.compile_model import compile_for, model_and_inputs
+from tpplan.cli.compile_model import compile_for, model_and_inputs, plan_named
 from tpplan.cli.exit_codes import CLEAN, UsageError
 from tpplan.cli.explain_kernels import tell_of_kernels, where_it_pays
 
@@ -38,7 +38,7 @@ def register(subparsers: Subparsers) -> None:
         description="Show what each module becomes, every collective, its bytes, the memory of a rank, and why.",
         examples=_EXAMPLES,
     )
-    parser.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
+    parser.add_argument("plan", metavar="PLAN", help=f"{PLAN_HELP}, or auto to have one found")
     parser.add_argument(
         "module", nargs="?", metavar="MODULE", help="why this module, or those of a pattern, became what they did"
     )
@@ -75,15 +75,13 @@ def _take_module_behind_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compile the plan and print the program; findings that keep it from compiling are raised."""
-    from tpplan.plan import load_plan
-
     if arguments.module is not None and arguments.format == "json":
         raise UsageError("--format json is the whole program; leave out MODULE")
     if arguments.module is not None and arguments.inference:
         raise UsageError("--inference is about the whole model; leave out MODULE")
     if arguments.premises and (arguments.module is not None or arguments.inference):
         raise UsageError("--premises are of the whole call; leave out MODULE and --inference")
-    plan = load_plan(arguments.plan)
+    plan = plan_named(arguments.plan)
     if arguments.inference:
         from tpplan.cli.explain_inference import show_inference
 

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 _BATCH, _SEQUENCE = 1, 4096
 
 
-def show_inference(arguments: argparse.Namespace, plan: Plan) -> int:
+def show_inference(arguments: argparse.Namespace, plan: Plan | str) -> int:
     """Print the costs of inference as text or JSON; findings that keep the plan from compiling are raised."""
+    from tpplan.asked import plan_of
     from tpplan.calls.inference_cost import inference
     from tpplan.report.diagnostics import wants_color
     from tpplan.report.inference_tables import inference_json, render_inference
@@ -28,7 +29,7 @@ def show_inference(arguments: argparse.Namespace, plan: Plan) -> int:
 
     model, inputs = model_and_inputs(arguments, sized=False)
     sizes = {} if inputs is not None else _sizes(arguments, model)
-    inner = served(model, plan, ranks_of(arguments), inputs, **sizes)
+    inner = served(model, plan_of(plan, model, ranks_of(arguments), inputs)[0], ranks_of(arguments), inputs, **sizes)
     view = inference(inner.model, inner.plan, ranks_of(arguments), *inner.call)
     if arguments.format == "json":
         print(inference_json(view))

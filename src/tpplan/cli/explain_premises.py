@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from tpplan.plan import Plan
 
 
-def show_premises(arguments: argparse.Namespace, plan: Plan) -> int:
+def show_premises(arguments: argparse.Namespace, plan: Plan | str) -> int:
     """Print the premises as text or JSON; findings that keep the plan from compiling are raised."""
+    from tpplan.asked import plan_of
     from tpplan.calls.premises import premises_of
     from tpplan.compiler.request import Request
     from tpplan.rehearsal.prove import prove
@@ -27,7 +28,7 @@ def show_premises(arguments: argparse.Namespace, plan: Plan) -> int:
     from tpplan.served import served
 
     model, inputs = model_and_inputs(arguments)
-    inner = served(model, plan, ranks_of(arguments), inputs)
+    inner = served(model, plan_of(plan, model, ranks_of(arguments), inputs)[0], ranks_of(arguments), inputs)
     compiled = prove(Request(inner.model, inner.plan, ranks_of(arguments), *inner.call))
     found = premises_of(compiled, type(inner.model).forward, *inner.call)
     if arguments.format == "json":
