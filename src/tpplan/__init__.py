@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from tpplan.checkpoint.files import CheckpointError
     from tpplan.compiler.ir.script import ReplayError
     from tpplan.compiler.ladder import UnplacedError
+    from tpplan.cost.advice import Advice, AdviceRow
+    from tpplan.cost.cluster import Cluster
+    from tpplan.cost.cost_errors import CostError
+    from tpplan.cost.estimates import Estimate
+    from tpplan.forecast.degrees import advise
+    from tpplan.forecast.estimate import estimate
     from tpplan.initialize.findings import InitializationError
     from tpplan.kernels.kernel_errors import KernelArgumentError
     from tpplan.loss import LossError
@@ -69,6 +75,8 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "Advice",
+    "AdviceRow",
     "AloneError",
     "ArgumentError",
     "ChangedAroundError",
@@ -76,11 +84,14 @@ __all__ = [
     "ChangingHookError",
     "CheckpointError",
     "ClassCallError",
+    "Cluster",
     "CompileError",
     "CompiledCallError",
+    "CostError",
     "DataParallelError",
     "Diagnostic",
     "DifferentInputsError",
+    "Estimate",
     "InitializationError",
     "InternalError",
     "KernelArgumentError",
@@ -112,9 +123,11 @@ __all__ = [
     "VerifyError",
     "WatchError",
     "__version__",
+    "advise",
     "check_plan",
     "clip_grad_norm_",
     "compile_plan",
+    "estimate",
     "follow_training_loops",
     "from_pretrained",
     "generation",
@@ -153,6 +166,13 @@ _ELSEWHERE = {
     "follow_training_loops": "tpplan.process",
     "process_changes": "tpplan.process",
     "undo_process_changes": "tpplan.process",
+    "Advice": "tpplan.cost.advice",
+    "AdviceRow": "tpplan.cost.advice",
+    "Cluster": "tpplan.cost.cluster",
+    "CostError": "tpplan.cost.cost_errors",
+    "Estimate": "tpplan.cost.estimates",
+    "advise": "tpplan.forecast.degrees",
+    "estimate": "tpplan.forecast.estimate",
     "AloneError": "tpplan.runtime.around.standalone",
     "ChangedAroundError": "tpplan.runtime.around.adapters",
     "CheckpointError": "tpplan.checkpoint.files",

@@ -21,6 +21,7 @@ from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.skeleton import make_skeleton
+from tpplan.forecast.measurement import Measurement
 from tpplan.hf.recorded_outputs import recording_outputs
 from tpplan.initialize import init_weights
 from tpplan.parity import ParityReport, verify
@@ -95,8 +96,9 @@ def compile_plan(
         inner = served(stock, loaded, tp, inputs)
         compiled = prove(Request(inner.model, inner.plan, tp, *inner.call, device=there))
         notes += () if there is None else tuple(dry_run(inner.model, compiled, *inner.call, there))
+        measure = Measurement(inner.model, compiled, *inner.call)
     program = compiled.program
-    return replace(program, diagnostics=(*program.diagnostics, *notes)) if notes else program
+    return replace(program, diagnostics=(*program.diagnostics, *notes), measure=measure)
 
 
 def _device(device: torch.device | str) -> torch.device:

@@ -16,7 +16,19 @@ from tpplan.cli.exit_codes import UsageError
 from tpplan.cli.main import main
 
 SOURCES = Path(__file__).parents[2] / "src"
-COMMANDS = ["validate", "explain", "verify", "suggest", "export", "checkpoint", "demo", "bench", "plans", "rule"]
+COMMANDS = [
+    "validate",
+    "explain",
+    "verify",
+    "suggest",
+    "advise",
+    "export",
+    "checkpoint",
+    "demo",
+    "bench",
+    "plans",
+    "rule",
+]
 COMMANDS += ["schema", "env"]
 
 

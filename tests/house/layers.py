@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("pretrained",),
     ("api",),
     ("process",),
+    ("forecast",),
     ("calls",),
     ("report", "parity"),
     ("asked",),
@@ -49,7 +50,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 COMPAT = "compat"
 COMPAT_USERS = frozenset(
     {"bench", "calls", "parity", "suggest", "initialize", "checkpoint", "rehearsal", "runtime", "compiler", "kernels"}
-    | {"ambience", "state", "ops", "hf"}
+    | {"ambience", "state", "ops", "hf", "forecast"}
 )
 _FOR_VERSIONS = re.compile(r"\bFor (every torch|torch (before|since) 2\.\d+)\.$")
 # Operators are data: the underscore of `torch.ops.aten._softmax` is part of a name that a trace holds.

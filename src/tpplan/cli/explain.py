@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from tpplan.cli.arguments import PLAN_HELP, add_command, add_model_arguments, add_text_format_argument, terminal_width
+from tpplan.cli.advise import add_gpu_arguments
+from tpplan.cli.arguments import (
+    PLAN_HELP,
+    add_command,
+    add_model_arguments,
+    add_text_format_argument,
+    positive,
+    terminal_width,
+)
 from tpplan.cli.compile_model import compile_for, model_and_inputs, plan_named
 from tpplan.cli.exit_codes import CLEAN, UsageError
 from tpplan.cli.explain_kernels import tell_of_kernels, where_it_pays
@@ -16,6 +25,7 @@ if TYPE_CHECKING:
 
     from tpplan.cli.arguments import Subparsers
     from tpplan.compiler.ir.program import Program
+    from tpplan.cost.estimates import Estimate
     from tpplan.plan import Pattern
 
 _EXAMPLES = """\
@@ -26,6 +36,7 @@ _EXAMPLES = """\
   tpplan explain llama --model hf:llama --tp 8 --format json > program.json
   tpplan explain llama --model Llama-3.2-1B --tp 8 --inference --batch 4 --sequence 8192
   tpplan explain llama --model hf:llama --tp 8 --premises                   what later calls must have
+  tpplan explain llama --model hf:llama --tp 8 --gpu h100 --dp 8            memory and time of a step
 """
 
 
@@ -54,6 +65,18 @@ def register(subparsers: Subparsers) -> None:
         action="store_true",
         help="show what the proof stands on: the arguments, sizes, modes and numbers of a call that runs by it",
     )
+    add_gpu_arguments(parser, gpu=None)
+    group = parser.add_argument_group("with --gpu or --topology")
+    group.add_argument("--optimizer", default="adamw", metavar="NAME", help="the optimizer (default: adamw)")
+    group.add_argument(
+        "--checkpointing",
+        default="none",
+        metavar="KIND",
+        help="of activations: none, selective or full",
+    )
+    group.add_argument("--dp", type=positive, default=1, metavar="N", help="replicas of the plan's ranks (default: 1)")
+    group.add_argument("--fsdp", action="store_true", help="replicas share parameters, gradients and optimizer state")
+    group.add_argument("--assumptions", action="store_true", help="show every number that the estimate rests on")
     add_model_arguments(parser, required=True)
     _take_module_behind_options(parser)
     parser.set_defaults(run=run)
@@ -81,6 +104,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--inference is about the whole model; leave out MODULE")
     if arguments.premises and (arguments.module is not None or arguments.inference):
         raise UsageError("--premises are of the whole call; leave out MODULE and --inference")
+    priced = arguments.gpu is not None or arguments.topology is not None
+    if priced and (arguments.module is not None or arguments.premises or arguments.inference):
+        raise UsageError("--gpu is about a step of the whole model; leave out MODULE, --premises and --inference")
     plan = plan_named(arguments.plan)
     if arguments.inference:
         from tpplan.cli.explain_inference import show_inference
@@ -95,12 +121,36 @@ def run(arguments: argparse.Namespace) -> int:
     if wanted is not None:
         _require_match(wanted, model)
     program = compile_for(arguments, plan, model, inputs)
+    cost = _cost(arguments, program)
     if arguments.format == "json":
-        _print_json(program)
+        _print_json(program, cost)
     else:
         _print_text(program, wanted)
         tell_of_kernels(program)
+        if cost is not None:
+            _print_cost(cost, arguments.assumptions)
     return CLEAN
+
+
+def _cost(arguments: argparse.Namespace, program: Program) -> Estimate | None:
+    """What it costs on `--gpu`, if that is given."""
+    if arguments.gpu is None and arguments.topology is None:
+        return None
+    from tpplan.forecast.estimate import estimate
+
+    return estimate(
+        program, arguments.gpu or "h100", optimizer=arguments.optimizer, checkpointing=arguments.checkpointing,
+        dp=arguments.dp, fsdp=arguments.fsdp, topology=arguments.topology,
+    )  # fmt: skip
+
+
+def _print_cost(cost: Estimate, assumptions: bool) -> None:
+    from tpplan.report.diagnostics import wants_color
+    from tpplan.report.estimate_tables import render_estimate
+    from tpplan.report.quantities import encodable
+
+    text = render_estimate(cost, terminal_width(), wants_color(sys.stdout), assumptions)
+    print("\n" + encodable(text, sys.stdout.encoding))
 
 
 def _pattern(text: str) -> Pattern:
@@ -120,10 +170,13 @@ def _require_match(wanted: Pattern, model: nn.Module) -> None:
         raise UsageError(f"the model has no module `{wanted.text}`; {Suggestions(names).help_for(wanted)}")
 
 
-def _print_json(program: Program) -> None:
+def _print_json(program: Program, cost: Estimate | None) -> None:
     from tpplan.report.diagnostics import Format, render
 
-    print(program.to_json())
+    text = program.to_json()
+    if cost is not None:
+        text = json.dumps({**json.loads(text), "estimate": cost.to_dict()}, indent=2, sort_keys=True)
+    print(text)
     findings = render(program.diagnostics, Format.CONCISE)
     if findings:
         print(findings, file=sys.stderr)

@@ -13,7 +13,21 @@ from dataclasses import replace
 from io import StringIO
 from typing import TYPE_CHECKING
 
-from tpplan.cli import bench, checkpoint, demo, env, explain, export, plans, rule, schema, suggest, validate, verify
+from tpplan.cli import (
+    advise,
+    bench,
+    checkpoint,
+    demo,
+    env,
+    explain,
+    export,
+    plans,
+    rule,
+    schema,
+    suggest,
+    validate,
+    verify,
+)
 from tpplan.cli.arguments import with_sizes_apart
 from tpplan.cli.completion import complete
 from tpplan.cli.exit_codes import BROKEN_PIPE, CLEAN, FAILED, INTERRUPTED, UsageError, exit_code
@@ -21,7 +35,7 @@ from tpplan.cli.exit_codes import BROKEN_PIPE, CLEAN, FAILED, INTERRUPTED, Usage
 if TYPE_CHECKING:
     from tpplan.plan import Diagnostic
 
-_COMMANDS = (validate, explain, verify, suggest, export, checkpoint, demo, bench, plans, rule, schema, env)
+_COMMANDS = (validate, explain, verify, suggest, advise, export, checkpoint, demo, bench, plans, rule, schema, env)
 _EXAMPLES = """\
 examples:
   tpplan validate plans/llama.yaml                     check a plan by itself

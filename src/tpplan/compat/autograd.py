@@ -165,3 +165,27 @@ def running_node_number() -> int | None:
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the backward under way, in which a hook asks for it, has ended. For every torch."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore
+
+
+def node_number(node: Any) -> int:
+    """The number of a node of a graph; later ones have larger numbers. For every torch."""
+    return node._sequence_nr()
+
+
+def saved_tensors_of(node: Any) -> list[torch.Tensor]:
+    """The tensors that a node of a graph keeps for its backward. For every torch."""
+    if isinstance(node, PythonNode):
+        held: list[Any] = [*node.saved_tensors, *vars(node).values()]  # pyright: ignore
+    else:
+        held = [_saved(node, name) for name in dir(node) if name.startswith("_saved_")]
+    flat: list[Any] = []
+    for one in held:
+        flat += one if isinstance(one, (list, tuple)) else [one]
+    return [item for item in flat if isinstance(item, torch.Tensor)]
+
+
+def _saved(node: Any, name: str) -> Any:
+    try:
+        return getattr(node, name)
+    except RuntimeError:  # written to since: its backward raises as well
+        return None

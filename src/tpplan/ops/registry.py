@@ -202,6 +202,7 @@ _ROLES: Mapping[str, str] = {
     "product and sum": "addmm.default baddbmm.default",
     "vector product": "mv.default addmv.default dot.default",
     "convolution": "convolution.default",
+    "gradients of convolution": "convolution_backward.default",
     # -- arithmetic
     "addition": "add.Tensor add_.Tensor",
     "plus": "add.Tensor",

@@ -16,10 +16,10 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path as FilePath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -59,10 +59,12 @@ class ShapeCommunicator:
     Attributes:
         counts: how often each collective ran.
         sent: the bytes that this rank would have sent in each.
+        observe: is told each collective with the bytes of the whole tensor.
     """
 
     def __init__(self, size: int, rank: int) -> None:
         """Be `rank` of `size`."""
+        self.observe: Callable[[str, int], None] | None = None
         self.size = size
         self.rank = rank
         self.one_shot = 0
@@ -101,8 +103,11 @@ class ShapeCommunicator:
         return rows.new_empty((sum(received), *rows.shape[1:]))
 
     def _count(self, name: str, tensor: Tensor, parts: int) -> None:
+        whole = tensor.numel() * tensor.itemsize * parts
         self.counts[name] += 1
-        self.sent[name] += bytes_sent(name, tensor.numel() * tensor.itemsize * parts, self.size)
+        self.sent[name] += bytes_sent(name, whole, self.size)
+        if self.observe is not None:
+            self.observe(name, whole)
 
 
 class _ShapeDistributor(MeshDistributor):
@@ -164,7 +169,7 @@ def kinds_of_ranks(compiled: Compiled) -> list[int]:
 def _rehearse(model: nn.Module, compiled: Compiled, example: _Call, names: Sequence[str], rank: int) -> Rehearsed:
     program = compiled.program
     skeleton, axis = lowered_on_shapes(model, program, rank)
-    standing = _stand_in(skeleton, compiled.streams[rank])
+    standing = stand_in(skeleton, compiled.streams[rank])
     around = Surroundings(skeleton)
     try:
         error = _differentiated(skeleton, compiled, example, names)
@@ -293,9 +298,21 @@ class _Connected(torch.autograd.Function):
 _connect = native_apply(_Connected)
 
 
-def _stand_in(skeleton: nn.Module, stream: Stream) -> frozenset[str]:
+class CallWatch(Protocol):
+    """Is told of the calls that stand for others."""
+
+    def runs(self, key: tuple[str, int], passed: Any) -> AbstractContextManager[object]:
+        """Around the call of a module, with its arguments, that others are equal to."""
+        ...
+
+    def stands_in(self, key: tuple[str, int], passed: Any) -> None:
+        """A call, with these arguments, is left out, as it is equal to that one."""
+        ...
+
+
+def stand_in(skeleton: nn.Module, stream: Stream, watch: CallWatch | None = None) -> frozenset[str]:
     """Let calls that are equal to another return what that one did; their modules' names."""
-    likes = dict(_likes(stream.root, "", ""))
+    likes = dict(likes_of(stream.root))
     modules = dict(named_modules(skeleton))
     results: dict[tuple[str, int], Any] = {}
     calls: Counter[str] = Counter()
@@ -309,8 +326,11 @@ def _stand_in(skeleton: nn.Module, stream: Stream) -> frozenset[str]:
             calls[name] += not again
             like = likes.get(key)
             if like is not None and like in results:
+                if watch is not None:
+                    watch.stands_in(like, (args, kwargs))
                 return _connected(results[like], args, kwargs)
-            results[key] = forward(*args, **kwargs)
+            with nullcontext() if watch is None else watch.runs(key, (args, kwargs)):
+                results[key] = forward(*args, **kwargs)
             return results[key]
 
         return call
@@ -320,13 +340,14 @@ def _stand_in(skeleton: nn.Module, stream: Stream) -> frozenset[str]:
     return standing
 
 
-def _likes(heard: Heard, of: str, name: str) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
+def likes_of(heard: Heard, of: str = "", name: str = "") -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
+    """The calls that are equal to others, with these."""
     if heard.like is not None:
         yield (renamed(heard.module, of, name), heard.call), heard.like
         return
     for step in heard.steps:
         if isinstance(step, Heard):
-            yield from _likes(step, of, name)
+            yield from likes_of(step, of, name)
 
 
 def _connected(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -353,13 +374,16 @@ def _is_in(name: str, modules: frozenset[str]) -> bool:
 
 
 __all__ = [
+    "CallWatch",
     "Rehearsed",
     "ShapeCommunicator",
     "cannot_run",
     "differentiate",
     "kinds_of_ranks",
     "like_on",
+    "likes_of",
     "lowered_on_shapes",
     "naming_failures",
     "rehearse",
+    "stand_in",
 ]

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 
 from tpplan.compiler.ir.layout import Collective, Layout, Pack, all_reduce_of
 from tpplan.compiler.ir.replaced_bodies import BODIES, Body, RecordedBody, SharedExperts, SplitNorm
+from tpplan.cost.work import Work
 from tpplan.plan import Diagnostic
 
 PROGRAM_VERSION = 3
@@ -380,6 +381,8 @@ class Program:
         device: where the model runs, as its bodies were told; nor is this.
         freedoms: what had to be allowed for the plan to compile, by the names of `ir/freedoms`; nor is this.
         one_shot: the largest all-reduces that ranks do in one step, in bytes, as the plan says.
+        work: what a step has a rank do, of a program that was read; not part of the digest.
+        measure: measures that, of a program that was compiled here: by a call, or `at(batch, sequence)`; nor is this.
     """
 
     plan: str
@@ -407,6 +410,8 @@ class Program:
     freedoms: tuple[str, ...] = field(default=(), compare=False)
     one_shot: int = 0
     version: int = PROGRAM_VERSION
+    work: Work | None = field(default=None, compare=False, repr=False)
+    measure: Any = field(default=None, compare=False, repr=False)
 
     # -- what it costs --------------------------------------------------------------------------------------------
     def reshards(self) -> Iterator[tuple[ModuleProgram, Reshard]]:
@@ -506,8 +511,8 @@ class Program:
     # -- data -----------------------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
         """Nested plain data; `from_dict` reads it back (what is no part of the digest apart)."""
-        plain = asdict(replace(self, diagnostics=(), boundaries={}, varied=frozenset()))
-        for name in ("diagnostics", "boundaries", "varied", "device", "freedoms"):
+        plain = asdict(replace(self, diagnostics=(), boundaries={}, varied=frozenset(), work=None, measure=None))
+        for name in ("diagnostics", "boundaries", "varied", "device", "freedoms", "work", "measure"):
             del plain[name]
         for name in ("assumed", "picked", "left", "buffers", "takes_gradients", "drawn", "one_shot"):
             if not plain[name]:
@@ -520,8 +525,10 @@ class Program:
         return _without_defaults(json.loads(json.dumps(_plain(plain))))
 
     def to_json(self, indent: int | None = 2) -> str:
-        """The program as JSON text with sorted keys."""
-        return json.dumps(self.to_dict(), indent=indent, sort_keys=True)
+        """The program as JSON text with sorted keys; with its work, measured for that, which the digest leaves out."""
+        work = self.work if self.measure is None else self.measure()
+        plain = self.to_dict() | ({} if work is None else {"work": asdict(work)})
+        return json.dumps(plain, indent=indent, sort_keys=True)
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Program:
@@ -540,7 +547,7 @@ class Program:
         """SHA-256 of the program's JSON; equal on all ranks or something is wrong, in whatever order these run."""
         kernels, assumptions = sorted(self.kernels, key=repr), sorted(self.assumptions)
         unordered = replace(self, kernels=tuple(kernels), assumptions=tuple(assumptions))
-        return hashlib.sha256(unordered.to_json(indent=None).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(unordered.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

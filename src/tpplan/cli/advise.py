@@ -1,0 +1,94 @@
+"""`tpplan advise`: which degrees of parallelism to take."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from tpplan.cli.arguments import MODEL_HELP, add_command, override, positive, terminal_width
+from tpplan.cli.exit_codes import CLEAN, UsageError
+
+if TYPE_CHECKING:
+    from tpplan.cli.arguments import Subparsers
+
+_EXAMPLES = """\
+  tpplan advise --model hf:llama --gpus 8 --set dtype=bfloat16
+  tpplan advise --model Llama-3.1-70B --gpus 64 --gpu h200 --seq 8192
+  tpplan advise --model Llama-3.1-70B --gpus 8 --inference --seq 8192 --batch 4
+  tpplan advise --model Llama-3.1-8B --gpus 8 --target-memory 70GiB --format markdown
+"""
+_BATCH, _SEQUENCE = 1, 4096
+
+
+def register(subparsers: Subparsers) -> None:
+    """Add the command to the parser."""
+    parser = add_command(
+        subparsers,
+        "advise",
+        help="which degrees of parallelism to take for a model on given GPUs",
+        description="Compile a model for each degree of tensor parallelism, estimate each, and recommend one.",
+        examples=_EXAMPLES,
+    )
+    parser.add_argument("--model", metavar="REF", required=True, help=MODEL_HELP)
+    parser.add_argument("--gpus", type=positive, metavar="N", required=True, help="how many GPUs there are")
+    add_gpu_arguments(parser, gpu="h100")
+    parser.add_argument(
+        "--seq", "--sequence", dest="sequence", type=positive, metavar="S",
+        help="tokens of each sequence (default: 4096, or as many as the model has positions for)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--batch", type=positive, default=_BATCH, metavar="B", help="sequences of a replica (default: 1)"
+    )
+    parser.add_argument("--inference", action="store_true", help="for generation after a prompt, not for training")
+    parser.add_argument("--target-memory", metavar="SIZE", help="bytes that a rank may take, such as 70GiB")
+    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="the optimizer (default: adamw)")
+    parser.add_argument(
+        "--set", dest="overrides", type=override, action="append", default=[], metavar="KEY=VALUE",
+        help="override a field of the model's config; may be given again",
+    )  # fmt: skip
+    parser.add_argument(
+        "--format", choices=("rich", "json", "markdown"), default="rich", metavar="rich|json|markdown",
+        help="how the table is written (default: rich)",
+    )  # fmt: skip
+    parser.set_defaults(run=run)
+
+
+def add_gpu_arguments(parser: argparse.ArgumentParser, gpu: str | None) -> None:
+    """Add `--gpu` and `--topology`."""
+    default = f" (default: {gpu})" if gpu else ""
+    parser.add_argument("--gpu", default=gpu, metavar="NAME", help=f"h100, h100-pcie, h200, a100 or b200{default}")
+    parser.add_argument("--topology", metavar="FILE", help="a YAML file of GPUs and links, in place of --gpu")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table; a choice that isn't possible is a row with its reason, and no error."""
+    from tpplan.cli.model_reference import load_model
+    from tpplan.forecast.degrees import advise, bytes_of
+    from tpplan.inputs import most_positions
+    from tpplan.report.diagnostics import wants_color
+    from tpplan.report.estimate_tables import advice_markdown, render_advice
+    from tpplan.report.quantities import encodable
+
+    try:
+        target = None if arguments.target_memory is None else bytes_of(arguments.target_memory)
+    except ValueError as error:
+        raise UsageError(f"--target-memory: {error}") from None
+    model, inputs = load_model(arguments.model, dict(arguments.overrides))
+    most = most_positions(model)
+    advice = advise(
+        model, arguments.gpus, arguments.gpu, batch=arguments.batch,
+        sequence=arguments.sequence or min(_SEQUENCE, most or _SEQUENCE), inference=arguments.inference,
+        target_memory=target, optimizer=arguments.optimizer, topology=arguments.topology, inputs=inputs,
+    )  # fmt: skip
+    if arguments.format == "json":
+        text = advice.to_json()
+    elif arguments.format == "markdown":
+        text = advice_markdown(advice)
+    else:
+        text = render_advice(advice, terminal_width(), wants_color(sys.stdout))
+    print(encodable(text, sys.stdout.encoding))
+    return CLEAN
+
+
+__all__ = ["add_gpu_arguments", "register", "run"]

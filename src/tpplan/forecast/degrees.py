@@ -1,0 +1,342 @@
+"""Advise: which degrees of tensor and data parallelism to take for a model on given GPUs.
+
+in:  a model, GPUs, the batch and sequence of one replica
+out: `Advice`: a row for each choice, the recommended one among them
+
+Each degree of tensor parallelism is compiled, by the plan that ships for the architecture or by one that `suggest`
+finds, and estimated; so what isn't possible has the compiler's reason. The rules are those that Megatron-LM's and
+torchtitan's papers come to: no tensor parallelism where a model fits one GPU, inside of a node otherwise, replicas
+across nodes, and pipeline or context parallelism where all that isn't enough.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from tpplan.compiler.ir.program import Program
+from tpplan.compiler.pipeline import compile_call
+from tpplan.compiler.request import Request
+from tpplan.cost.advice import Advice, AdviceRow
+from tpplan.cost.cluster import Cluster, cluster_of
+from tpplan.cost.estimates import Estimate
+from tpplan.cost.link_times import Group
+from tpplan.forecast.estimate import CHECKPOINTING, estimate
+from tpplan.forecast.measurement import Measurement
+from tpplan.inputs import with_labels
+from tpplan.plan import ArgumentError, CompileError, Plan, load_plan
+from tpplan.plan.locate import shipped_plan_names
+from tpplan.runtime.compiled.compiled_before import bare
+from tpplan.served import served
+from tpplan.suggest import search, write_plan
+
+_MOST_GPUS = 4096
+_NODES_OF_TP = 2  # beyond, tensor parallelism never pays
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def advise(
+    model: nn.Module,
+    gpus: int = 8,
+    gpu: str = "h100",
+    *,
+    batch: int,
+    sequence: int,
+    inference: bool = False,
+    target_memory: int | str | None = None,
+    optimizer: str = "adamw",
+    topology: str | os.PathLike[str] | Cluster | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    compiled: bool = False,
+) -> Advice:
+    """Degrees of tensor and data parallelism for a model, with what each costs and whether it fits.
+
+    Args:
+        model: the stock model; on `meta` it takes no memory. It is not changed.
+        gpus: how many there are; the ranks of a row's plan times its replicas.
+        gpu: see `estimate`.
+        batch, sequence: of one replica in one step: sequences, and tokens of each.
+        inference: whether for generation after a prompt of that size, and not for training.
+        target_memory: bytes that a rank may take, or a text such as `70GiB`; less than the GPU has, for the rest.
+        optimizer: see `estimate`.
+        topology: see `estimate`.
+        inputs: an example call of that batch and sequence, for a model whose calls can't be made up.
+        compiled: see `estimate`.
+
+    Returns:
+        Rows in the order of degrees, with tensor parallelism over two nodes at the most. A row that isn't possible says
+        why. `Advice.recommended` is the one to take.
+
+    Raises:
+        CostError: TP220, a name that isn't known.
+        PlanError: TP221, the topology file has mistakes.
+        CompileError: TP111, there are no inputs, and none can be made up.
+        ArgumentError: `gpus`, `batch` or `sequence` is less than 1; or `target_memory` is no size.
+    """
+    for name, given in (("gpus", gpus), ("batch", batch), ("sequence", sequence)):
+        if given < 1:
+            raise ArgumentError(f"{name} must be at least 1, not {given}")
+    cluster = cluster_of(gpu if topology is None else topology)
+    available = int(cluster.memory * cluster.usable)
+    if target_memory is not None:
+        available = min(available, bytes_of(target_memory))
+    with bare(model) as stock:
+        subject = _AdvisedModel(stock, batch, sequence, inference, inputs)
+        around = _Choices(subject, cluster, available, gpus, optimizer, compiled)
+        most = _NODES_OF_TP * cluster.in_node
+        rows = [row for tp in _divisors(gpus) if tp <= most for row in around.rows(tp)]
+        best = around.best(rows)
+        rows = [around.told(row, recommended=row is best) for row in rows]
+        smallest = around.smallest()
+    sequence = next((cost.sequence for cost in around.known.values()), sequence)  # a picture has none
+    guesses = tuple(dict.fromkeys(guess for held in around.known.values() for guess in held.guesses))
+    return Advice(
+        tuple(rows), type(model).__name__, cluster.name, gpus, batch, sequence, inference, available, smallest,
+        around.summary(next((row for row in rows if row.recommended), None), smallest), guesses,
+    )  # fmt: skip
+
+
+def bytes_of(size: int | str) -> int:
+    """`70GiB` in bytes.
+
+    Raises:
+        ArgumentError: it is no size.
+    """
+    if isinstance(size, int):
+        number, unit = float(size), ""
+    else:
+        text = size.strip().replace(" ", "")
+        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]*)", text)
+        number, unit = (float(found[1]), found[2]) if found else (0.0, "")
+    if number <= 0 or unit not in _UNITS:
+        raise ArgumentError(f"{size!r} isn't a size: write bytes, or a number with a unit, such as 70GiB")
+    return int(number * _UNITS[unit])
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+@dataclass(frozen=True, slots=True)
+class _AdvisedModel:
+    """What is compiled."""
+
+    model: nn.Module
+    batch: int
+    sequence: int
+    inference: bool
+    inputs: Mapping[str, Any] | None
+
+    def program(self, tp: int, sequence_parallel: bool) -> Program:
+        """The program over so many ranks, which measures itself.
+
+        Raises:
+            CompileError: there is none.
+        """
+        plan = self._plan(sequence_parallel)
+        inner = served(self.model, plan, tp, self.inputs, batch=self.batch, sequence=self.sequence)
+        call = (inner.arguments, self._keywords(inner.model, inner.keywords))
+        if plan is None and tp > 1:
+            name = type(inner.model).__name__
+            plan = load_plan(write_plan(search(inner.model, tp, *call, sequence_parallel), name))
+        request = Request(inner.model, plan or Plan(), tp, *call, training=not self.inference)
+        compiled = compile_call(request)
+        return replace(compiled.program, measure=Measurement(inner.model, compiled, *call))
+
+    def _plan(self, sequence_parallel: bool) -> Plan | None:
+        kind = getattr(getattr(self.model, "config", None), "model_type", None)
+        name = f"{kind}-sequence" if sequence_parallel else str(kind)
+        return load_plan(name) if name in shipped_plan_names() else None
+
+    def _keywords(self, model: nn.Module, keywords: dict[str, Any]) -> dict[str, Any]:
+        accepted = inspect.signature(type(model).forward).parameters
+        config = hasattr(getattr(model, "config", None), "to_dict")
+        asked: dict[str, Any] = {"use_cache": False}
+        if self.inference:
+            asked["logits_to_keep"] = 1
+        elif self.inputs is None:
+            keywords = with_labels(model, keywords)
+        return {**{k: v for k, v in asked.items() if config and k in accepted and k not in keywords}, **keywords}
+
+
+class _Choices:
+    """The choices for a model on some GPUs."""
+
+    def __init__(
+        self, subject: _AdvisedModel, cluster: Cluster, available: int, gpus: int, optimizer: str, compiled: bool
+    ) -> None:
+        """Nothing is compiled yet."""
+        self.subject = subject
+        self.cluster = cluster
+        self.available = available
+        self.gpus = gpus
+        self.optimizer = optimizer
+        self.compiled = compiled
+        self.known: dict[tuple[object, ...], Estimate] = {}
+        self._programs: dict[tuple[int, bool], Program | CompileError] = {}
+
+    def rows(self, tp: int) -> Iterator[AdviceRow]:
+        """Those of a degree of tensor parallelism."""
+        dp = self.gpus // tp
+        for split in (False, True) if tp > 1 and not self.subject.inference else (False,):
+            program = self.program(tp, split)
+            for fsdp in (False, True) if dp > 1 and not self.subject.inference else (False,):
+                if isinstance(program, CompileError):
+                    found = program.diagnostics[0]
+                    yield _impossible(tp, dp, split, fsdp, f"{found.code}: {found.message}")
+                else:
+                    yield self._row(program, dp, split, fsdp)
+
+    def program(self, tp: int, split: bool) -> Program | CompileError:
+        """The program of these degrees, or why there is none."""
+        if (tp, split) not in self._programs:
+            try:
+                program: Program | CompileError = self.subject.program(tp, split)
+                if tp > 1 and not any(p.layout.is_sharded for p in program.parameters):
+                    program = CompileError.of("TP123", "the plan leaves every parameter whole")
+            except CompileError as error:
+                if error.code == "TP111":
+                    raise
+                program = error
+            self._programs[tp, split] = program
+        return self._programs[tp, split]
+
+    def cost(self, program: Program, dp: int, fsdp: bool, checkpointing: str, batch: int | None = None) -> Estimate:
+        """What a choice costs; of another batch, its memory alone is wanted."""
+        key = (program.size, program.plan, dp, fsdp, checkpointing, batch)
+        if key not in self.known:
+            if batch is not None:
+                work = program.measure.at(batch, forward=self.subject.inference, flops=False)
+                program = replace(program, work=work, measure=None)
+            self.known[key] = estimate(
+                program, optimizer=self.optimizer, checkpointing=checkpointing, dp=dp, topology=self.cluster,
+                batch=batch, fsdp=fsdp, inference=self.subject.inference, compiled=self.compiled,
+            )  # fmt: skip
+        return self.known[key]
+
+    def least(self, program: Program, dp: int, fsdp: bool) -> Estimate:
+        """With the least checkpointing that fits; the most where none does."""
+        kinds = CHECKPOINTING[:1] if self.subject.inference else CHECKPOINTING
+        costs = [self.cost(program, dp, fsdp, kind) for kind in kinds]
+        return next((cost for cost in costs if self.fits(cost)), costs[-1])
+
+    def fits(self, cost: Estimate) -> bool:
+        """Whether a rank's memory is enough."""
+        return cost.memory.total <= self.available
+
+    def _row(self, program: Program, dp: int, split: bool, fsdp: bool) -> AdviceRow:
+        cost = self.least(program, dp, fsdp)
+        fits = self.fits(cost)
+        shares = cost.step.exposed_seconds / cost.step.total_seconds
+        largest, batch = self._largest(program, dp, fsdp, cost.checkpointing), self.subject.batch
+        return AdviceRow(
+            program.size, dp, split, fsdp, cost.checkpointing, program.plan, fits, cost.memory, cost.step,
+            cost.tokens_per_second if fits else 0.0, cost.mfu if fits else None, shares,
+            max(largest, batch) if fits else min(largest, batch - 1), False, "",
+        )  # fmt: skip
+
+    def _largest(self, program: Program, dp: int, fsdp: bool, checkpointing: str) -> int:
+        """The largest batch that fits: memory is linear in it."""
+        batch = self.subject.batch
+        try:
+            one, two = (self.cost(program, dp, fsdp, checkpointing, n).memory.total for n in (2 * batch, 4 * batch))
+        except Exception:  # it runs at its example's size alone
+            return batch if self.fits(self.cost(program, dp, fsdp, checkpointing)) else 0
+        each = max((two - one) / (2 * batch), 1e-9)
+        return max(int((self.available - (one - 2 * batch * each)) / each), 0)
+
+    def best(self, rows: list[AdviceRow]) -> AdviceRow | None:
+        """The row to take: no tensor parallelism where that fits, else the fastest that stays inside of a node."""
+        fitting = [row for row in rows if row.fits]
+        alone = [row for row in fitting if row.tp == 1 and not row.fsdp]
+        inside = [row for row in fitting if self._nodes(row.tp) == 1]
+        return max(alone or inside or fitting, key=lambda row: (row.tokens_per_second, -row.tp), default=None)
+
+    def _nodes(self, tp: int) -> int:
+        return Group.of(self.cluster, tp).nodes
+
+    def told(self, row: AdviceRow, recommended: bool) -> AdviceRow:
+        """The row with its reason."""
+        if row.memory is None:
+            return row
+        over = row.memory.total - self.available
+        reasons: list[str] = []
+        if over > 0:
+            largest = max(row.memory.parts, key=lambda name: row.memory.parts[name] if row.memory else 0)
+            reasons.append(f"a rank lacks {over / 2**30:.1f} GiB; most of it are {largest}")
+        if self._nodes(row.tp) > 1:
+            reasons.append(f"warning: tensor parallelism over {self._nodes(row.tp)} nodes goes by their network")
+        if recommended:
+            reasons.append(self._why(row))
+        return replace(row, recommended=recommended, reason="; ".join(reasons))
+
+    def _why(self, row: AdviceRow) -> str:
+        if row.tp == 1 and not row.fsdp:
+            if row.dp == 1:
+                return "it fits one GPU, which needs no parallelism"
+            return "it fits one GPU: data parallelism sends the least"
+        if row.tp == 1:
+            return "what is kept from step to step fits once replicas share it (FSDP), and layers needn't be split"
+        inside = "inside of a node" if self._nodes(row.tp) == 1 else "over nodes, as nothing else fits"
+        kind = "tensor and sequence parallelism" if row.sequence_parallel else "tensor parallelism"
+        return f"the fastest of those that fit: {kind} {inside}{', replicas beside it' if row.dp > 1 else ''}"
+
+    def smallest(self) -> int | None:
+        """The least number of GPUs, a power of two, on which the model fits."""
+        least: int | None = None
+        inside = [tp for tp in (1, 2, 4, 8, 16) if tp <= self.cluster.in_node]
+        for tp in [tp for tp in inside if tp <= self.gpus] + [tp for tp in inside if tp > self.gpus]:
+            if least is not None and least <= tp:
+                continue
+            for split in (False, True) if tp > 1 and not self.subject.inference else (False,):
+                program = self.program(tp, split)
+                if not isinstance(program, CompileError):
+                    least = min(filter(None, (least, self._smallest_of(program))), default=None)
+        return least
+
+    def _smallest_of(self, program: Program) -> int | None:
+        dp = 1
+        while program.size * dp <= _MOST_GPUS:
+            shared = (False, True) if dp > 1 else (False,)
+            if any(self.fits(self.least(program, dp, fsdp)) for fsdp in shared):
+                return program.size * dp
+            if self.subject.inference:
+                break
+            dp *= 2
+        return None
+
+    def summary(self, best: AdviceRow | None, smallest: int | None) -> str:
+        """What to do."""
+        count = f"{self.gpus} {self.cluster.name}"
+        if best is not None:
+            parts = [f"tp {best.tp}"] + (["sequence parallel"] if best.sequence_parallel else [])
+            parts += [f"{'fsdp' if best.fsdp else 'dp'} {best.dp}"] if best.dp > 1 else []
+            parts += [f"{best.checkpointing} checkpointing"] if best.checkpointing != "none" else []
+            return f"On {count}: {', '.join(parts)}. {best.reason[0].upper()}{best.reason[1:]}."
+        if smallest is not None:
+            return f"It doesn't fit {count}. The least are {smallest}."
+        held = [c for c in self.known.values() if c.batch == self.subject.batch]
+        least = min(held, key=lambda c: c.memory.total, default=None)
+        if least is None:
+            return f"No plan compiles for {count}."
+        state = least.memory.parameters + least.memory.gradients + least.memory.optimizer
+        if least.memory.activations + least.memory.temporaries > state:
+            ways = -(-least.memory.total // self.available)
+            return f"It doesn't fit {count}: activations are the most. Context parallelism over {ways} would help."
+        stages = -(-least.memory.total // self.available)
+        return (
+            f"It doesn't fit {count}: pipeline parallelism over {stages} stages, or as much expert parallelism, would."
+        )
+
+
+def _impossible(tp: int, dp: int, split: bool, fsdp: bool, reason: str) -> AdviceRow:
+    return AdviceRow(tp, dp, split, fsdp, "none", "", False, None, None, 0.0, None, 0.0, 0, False, reason)
+
+
+__all__ = ["advise", "bytes_of"]

@@ -1,0 +1,171 @@
+"""Advice: rows for each degree, one of them recommended, and why others aren't possible."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tpplan
+from tests.cost.test_estimate import Mlp
+from tpplan.cli.main import main
+
+transformers = pytest.importorskip("transformers")
+FIELDS: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def llama(**fields: Any) -> nn.Module:
+    config = transformers.LlamaConfig(**FIELDS | fields)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def small() -> tpplan.Advice:
+    return tpplan.advise(llama(), gpus=2, batch=2, sequence=32)
+
+
+@pytest.fixture(scope="module")
+def over_heads() -> tpplan.Advice:
+    return tpplan.advise(llama(), gpus=8, batch=2, sequence=32)
+
+
+@pytest.fixture(scope="module")
+def large() -> tpplan.Advice:
+    """A model of which a GPU of 30 MiB holds a part."""
+    return tpplan.advise(llama(hidden_size=256, intermediate_size=1024), gpus=4, batch=1, sequence=32,
+                         target_memory="12MiB")  # fmt: skip
+
+
+def test_each_choice_of_degrees_is_a_row(small: tpplan.Advice) -> None:
+    degrees = [(row.tp, row.dp, row.sequence_parallel, row.fsdp) for row in small]
+    assert degrees == [(1, 2, False, False), (1, 2, False, True), (2, 1, False, False), (2, 1, True, False)]
+    assert all(row.fits and row.memory and row.step and row.tokens_per_second > 0 for row in small)
+
+
+def test_a_model_that_fits_one_gpu_is_told_to_use_data_parallelism(small: tpplan.Advice) -> None:
+    best = small.recommended
+    assert best is not None and (best.tp, best.dp, best.fsdp) == (1, 2, False)
+    assert "data parallelism" in best.reason and [row for row in small if row.recommended] == [best]
+    assert small.smallest == 1 and best.largest_batch > 2
+    assert all(not row.reason for row in small if row.fits and not row.recommended)
+
+
+@pytest.mark.slow
+def test_a_degree_that_does_not_compile_has_the_reason(over_heads: tpplan.Advice) -> None:
+    assert all(row.tp * row.dp == 8 for row in over_heads) and {row.tp for row in over_heads} == {1, 2, 4, 8}
+    impossible = [row for row in over_heads if row.memory is None]
+    assert impossible and all(row.tp == 8 and not row.fits and row.reason.startswith("TP") for row in impossible)
+    assert all(row.tokens_per_second == 0 for row in impossible)
+
+
+@pytest.mark.slow
+def test_a_row_that_does_not_fit_says_what_it_lacks(large: tpplan.Advice) -> None:
+    over = [row for row in large if row.memory is not None and not row.fits]
+    assert over and all("lacks" in row.reason for row in over)
+    assert all(row.checkpointing == "full" and row.largest_batch < 1 for row in over)
+    best = large.recommended
+    assert best is not None and best.fits and best.memory is not None and best.memory.total <= large.available
+    assert not any(row.fits and row.tp == 1 and not row.fsdp for row in large) and large.smallest is not None
+
+
+@pytest.mark.slow
+def test_the_largest_batch_fits_and_one_more_does_not(large: tpplan.Advice) -> None:
+    row = large.recommended
+    assert row is not None
+    for batch, fits in ((row.largest_batch, True), (row.largest_batch + 2, False)):
+        again = tpplan.advise(llama(hidden_size=256, intermediate_size=1024), gpus=4, batch=batch, sequence=32,
+                              target_memory="12MiB")  # fmt: skip
+        (same,) = [r for r in again if (r.tp, r.sequence_parallel, r.fsdp) == (row.tp, row.sequence_parallel, row.fsdp)]
+        assert (same.fits and same.checkpointing == row.checkpointing) is fits
+
+
+@pytest.mark.slow
+def test_ranks_beyond_a_node_are_warned_of(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.yaml"
+    path.write_text("like: h100\nin_node: 2\n", encoding="utf-8")
+    advice = tpplan.advise(llama(), gpus=4, topology=path, batch=1, sequence=32)
+    assert all(("nodes" in row.reason) is (row.tp == 4) for row in advice if row.memory is not None)
+    assert "nodes" in " ".join(advice.guesses)
+
+
+@pytest.mark.slow
+def test_generation_has_a_cache_and_no_gradients() -> None:
+    advice = tpplan.advise(llama(), gpus=2, batch=3, sequence=32, inference=True)
+    assert [(row.tp, row.sequence_parallel, row.fsdp) for row in advice] == [(1, False, False), (2, False, False)]
+    for row in advice:
+        assert row.memory is not None and row.memory.gradients == row.memory.optimizer == 0
+        # Two layers, keys and values, 2 heads of 16 features over the ranks.
+        assert row.memory.cache == 2 * 2 * 3 * 32 * (32 // row.tp) * 2
+
+
+@pytest.mark.slow
+def test_a_model_without_a_plan_gets_one() -> None:
+    advice = tpplan.advise(Mlp(), gpus=2, batch=2, sequence=16, inputs={"x": torch.zeros(2, 16, 64)})
+    assert [row.tp for row in advice if row.fits] == [1, 1, 2, 2]
+
+
+@pytest.mark.slow
+def test_a_model_that_nothing_fits_is_told_what_else_there_is() -> None:
+    advice = tpplan.advise(llama(), gpus=2, batch=1, sequence=32, target_memory=2000)
+    assert advice.recommended is None and advice.smallest is None and "parallelism" in advice.summary
+
+
+@pytest.mark.parametrize("options", [{"gpus": 0}, {"batch": 0}, {"sequence": 0}, {"target_memory": "70 cows"}])
+def test_a_size_that_cannot_be_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"must be|isn't a size"):
+        asked: dict[str, Any] = {"gpus": 2, "batch": 1, "sequence": 16} | options
+        tpplan.advise(llama(), **asked)
+
+
+COMMAND = ["advise", "--model", "hf:llama", "--gpus", "2", "--seq", "32", "--set", "dtype=bfloat16"]
+
+
+def of_small(*more: str) -> list[str]:
+    return [*COMMAND, *(word for key, held in FIELDS.items() for word in ("--set", f"{key}={held}")), *more]
+
+
+@pytest.mark.slow
+def test_the_command_prints_each_format(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(of_small("--format", "json")) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["gpus"] == 2 and [row["tp"] for row in plain["rows"]] == [1, 1, 2, 2]
+    assert plain["rows"][0]["recommended"] and plain["rows"][0]["memory"]["total"] > 0
+
+
+@pytest.mark.slow
+def test_the_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(of_small("--format", "markdown", "--target-memory", "1KiB")) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("| tp | sp |") and "lacks" in text
+    assert main(of_small("--inference")) == 0
+    text = capsys.readouterr().out
+    assert "data parallelism" in text and "tokens/s" in text
+
+
+def test_the_command_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(of_small("--gpu", "h1000")) == 1
+    assert "TP220" in capsys.readouterr().err
+    assert main(of_small("--target-memory", "much")) == 2
+    assert "--target-memory" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_explain_ends_with_the_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [word for key, held in FIELDS.items() for word in ("--set", f"{key}={held}")]
+    command = ["explain", "llama", "--model", "hf:llama", "--tp", "2", *words, "--gpu", "h100", "--dp", "8"]
+    assert main([*command, "--assumptions"]) == 0
+    text = capsys.readouterr().out
+    assert "memory of a rank, h100" in text and "tp 2, dp 8" in text and "product_efficiency" in text
+    assert main([*command, "--format", "json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["estimate"]["dp"] == 8 and plain["work"]["tasks"]
+    assert tpplan.estimate(tpplan.Program.from_dict(plain)).memory.total > 0
+    assert main([*command, "model"]) == 2

@@ -1,0 +1,213 @@
+"""Estimates: from a program, at its size and at others, and what is said where there is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import tpplan
+from tpplan.cost.estimates import Estimate
+from tpplan.cost.state_memory import OPTIMIZERS
+
+MODULES = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Mlp(nn.Module):
+    def __init__(self, hidden: int = 64, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(hidden) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def program(tp: int = 2, batch: int = 2, length: int = 16, hidden: int = 64, **options: Any) -> tpplan.Program:
+    model = Mlp(hidden, **options)
+    plan = {"version": 1, "modules": MODULES}
+    return tpplan.compile_plan(model, plan, tp, torch.zeros(batch, length, hidden))
+
+
+@pytest.fixture(scope="module")
+def compiled() -> tpplan.Program:
+    return program()
+
+
+def test_work_is_counted_as_torch_counts_it(compiled: tpplan.Program) -> None:
+    model = Mlp()
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(2, 16, 64, requires_grad=True)).sum().backward()
+    work = compiled.measure.at()
+    # The input wants no gradient there: one of each block's six products is left out of the first.
+    own = sum(task.flops[0] * task.times for task in work.tasks)
+    assert own * 2 == work.model_flops[0]
+    assert counter.get_total_flops() - 2 * 2 * 16 * 64 * 256 == work.model_flops[0]
+    assert {task.times for task in work.tasks if task.kind == "product"} >= {2, 3} or len(work.tasks) > 20
+    sends = [(task.name, task.made[0], task.backward) for task in work.tasks if task.kind == "collective"]
+    assert set(sends) == {("all-reduce", 2 * 16 * 64 * 4, False), ("all-reduce", 2 * 16 * 64 * 4, True)}
+
+
+def test_memory_has_its_parts(compiled: tpplan.Program) -> None:
+    memory = tpplan.estimate(compiled).memory
+    held = sum(p.local_bytes for p in compiled.parameters)
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (held, held, 2 * held)
+    assert memory.total == sum(memory.parts.values()) == sum(dataclasses.astuple(memory))
+    # Of each block: what `up` read, what gelu read, what `down` read; and the result.
+    rows = 2 * 16 * 4
+    assert memory.activations == 3 * rows * (128 + 128) + 2 * rows * 64 + rows * 64
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "each"),
+    [("adamw", 12), ("adamw-8bit", 6.03125), ("adamw-plain", 4), ("muon", 8), ("sgd", 0), ("sgd-momentum", 2)],
+)
+def test_optimizers_keep_so_many_bytes_for_each_entry(optimizer: str, each: float) -> None:
+    model = Mlp().to(torch.bfloat16)
+    held = tpplan.compile_plan(
+        model, {"version": 1, "modules": MODULES}, 2, torch.zeros(2, 16, 64, dtype=torch.bfloat16)
+    )
+    memory = tpplan.estimate(held, optimizer=optimizer).memory
+    entries = sum(p.local_bytes // 2 for p in held.parameters)
+    vectors = sum(p.local_bytes // 2 for p in held.parameters if len(p.shape) == 1)
+    expected = entries * each + (4 * vectors if optimizer == "muon" else 0)
+    assert memory.optimizer == pytest.approx(expected, abs=1) and memory.gradients == 2 * entries
+
+
+@pytest.mark.parametrize("size", [(4, 16), (2, 48), (5, 40)])
+def test_other_sizes_are_those_of_a_program_that_was_compiled_for_them(
+    compiled: tpplan.Program, size: tuple[int, int]
+) -> None:
+    batch, length = size
+    there = tpplan.estimate(program(batch=batch, length=length))
+    live = tpplan.estimate(compiled, batch=batch, sequence=length)
+    stored = tpplan.Program.from_dict(json.loads(compiled.to_json()))
+    assert stored == compiled and stored.digest == compiled.digest
+    assert there == live == tpplan.estimate(stored, batch=batch, sequence=length)
+    assert tpplan.estimate(pickle.loads(pickle.dumps(compiled)), batch=batch, sequence=length) == live
+
+
+def test_time_is_the_sum_of_what_runs(compiled: tpplan.Program) -> None:
+    cost = tpplan.estimate(compiled, "h100")
+    step = cost.step
+    assert step.total_seconds == max(step.compute_seconds + step.exposed_seconds, step.host_seconds)
+    assert cost.tokens_per_second == pytest.approx(2 * 16 / step.total_seconds)
+    assert 0 < (cost.mfu or 0) < 1 and cost.fits and cost.generation is None
+    assert [part.start for part in step.line] == sorted(part.start for part in step.line)
+    assert {part.stream for part in step.line} == {"compute", "communication"}
+    assert all(part.module.startswith("layers.0") for part in step.line)
+
+
+def test_what_goes_around_a_plan_counts(compiled: tpplan.Program) -> None:
+    large = program(batch=8, length=512, hidden=512)
+    alone, shared, ddp = (tpplan.estimate(large, dp=dp, fsdp=fsdp) for dp, fsdp in ((1, False), (8, True), (8, False)))
+    assert shared.memory.optimizer == -(-alone.memory.optimizer // 8) and ddp.memory == alone.memory
+    assert shared.memory.temporaries > alone.memory.temporaries
+    assert ddp.step.communication_seconds > alone.step.communication_seconds
+    assert tpplan.estimate(large, dp=8, overlap=0).step.exposed_seconds > ddp.step.exposed_seconds
+    kinds = [tpplan.estimate(large, checkpointing=kind) for kind in ("none", "selective", "full")]
+    activations = [cost.memory.activations for cost in kinds]
+    assert activations[0] > activations[1] > activations[2]
+    rows = 8 * 512 * 4
+    assert activations[2] == 2 * rows * 512 + rows * 512  # what blocks are passed by others, and the result
+    assert activations[1] == activations[2] + 3 * rows * 1024  # and what `up` makes
+    assert kinds[0].step.total_seconds < kinds[1].step.total_seconds < kinds[2].step.total_seconds
+    assert tpplan.estimate(large, compiled=True).step.compute_seconds < alone.step.compute_seconds
+    assert tpplan.estimate(large, precision="tf32").step.compute_seconds < alone.step.compute_seconds
+    assert tpplan.estimate(large, "b200").step.compute_seconds < tpplan.estimate(large, "a100").step.compute_seconds
+
+
+def test_everything_it_rests_on_is_data(compiled: tpplan.Program) -> None:
+    cost = tpplan.estimate(compiled, "h200")
+    assert isinstance(cost, Estimate) and cost.gpu == "h200"
+    assert {"latency", "efficiency", "product_efficiency", "overlap", "compiled"} <= set(cost.assumptions)
+    assert cost.guesses and json.loads(cost.to_json())["memory"]["total"] == cost.memory.total
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cost.memory.parameters = 0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        ({"gpu": "h1000"}, "TP220", "h100, h100-pcie, h200, a100, b200"),
+        ({"optimizer": "adam"}, "TP220", ", ".join(OPTIMIZERS)),
+        ({"checkpointing": "half"}, "TP220", "none, selective, full"),
+        ({"precision": "int4"}, "TP220", "bfloat16"),
+        ({"topology": "nowhere.yaml"}, "TP220", "YAML"),
+    ],
+)
+def test_a_name_that_is_not_known_is_told_with_those_that_are(
+    compiled: tpplan.Program, options: dict[str, Any], code: str, said: str
+) -> None:
+    with pytest.raises(tpplan.CostError) as caught:
+        tpplan.estimate(compiled, **options)
+    assert caught.value.code == code and said in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"dp": 0}, {"batch": 0}, {"sequence": -1}, {"overlap": 2}])
+def test_a_size_that_cannot_be_is_refused(compiled: tpplan.Program, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        tpplan.estimate(compiled, **options)
+
+
+def test_a_program_without_work_is_told(compiled: tpplan.Program) -> None:
+    older = tpplan.Program.from_dict(compiled.to_dict())
+    assert older == compiled and older.work is None
+    with pytest.raises(tpplan.CostError, match="compile it again") as caught:
+        tpplan.estimate(older)
+    assert caught.value.code == "TP222"
+
+
+class Fixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).view(2, 16 * 64)
+
+
+def test_a_model_of_one_size_has_a_cost_at_that_alone() -> None:
+    held = tpplan.compile_plan(Fixed(), {"version": 1, "modules": {"up": "colwise"}}, 2, torch.zeros(2, 16, 64))
+    stored = tpplan.Program.from_dict(json.loads(held.to_json()))
+    assert tpplan.estimate(stored) == tpplan.estimate(held)
+    for one in (held, stored):
+        with pytest.raises(tpplan.CostError, match="isn't known") as caught:
+            tpplan.estimate(one, batch=3)
+        assert caught.value.code == "TP222"
+
+
+def test_a_program_that_cannot_be_measured_is_written_without_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no numbers")
+
+    held = program(batch=3)
+    monkeypatch.setattr(type(held.measure), "at", fail)
+    assert "work" not in json.loads(held.to_json())
+    with pytest.raises(tpplan.CostError, match="no numbers"):
+        tpplan.estimate(held)
+
+
+def test_a_call_without_a_sequence_has_a_batch_alone() -> None:
+    plan = {"version": 1, "modules": {"layers.*.up": "colwise", "layers.*.down": "rowwise"}}
+    held = tpplan.compile_plan(Mlp(), plan, 2, torch.zeros(4, 64))
+    assert tpplan.estimate(held, batch=8).memory.activations == 2 * tpplan.estimate(held).memory.activations
+    assert tpplan.estimate(tpplan.Program.from_dict(json.loads(held.to_json())), batch=8).batch == 8
+    with pytest.raises(tpplan.CostError, match="no sequence"):
+        tpplan.estimate(held, sequence=8)
