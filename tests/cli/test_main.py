@@ -29,7 +29,7 @@ COMMANDS = [
     "plans",
     "rule",
 ]
-COMMANDS += ["schema", "env"]
+COMMANDS += ["rule", "schema", "env"]
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
