@@ -78,6 +78,13 @@ def advise(
         PlanError: TP221, the topology file has mistakes.
         CompileError: TP111, there are no inputs, and none can be made up.
         ArgumentError: `gpus`, `batch` or `sequence` is less than 1; or `target_memory` is no size.
+
+    Example:
+        >>> advice = tpplan.advise(model, gpus=2, gpu="h100", batch=4, sequence=1, inputs={"x": x})
+        >>> [(row.tp, row.dp, row.fsdp, row.fits) for row in advice]
+        [(1, 2, False, True), (1, 2, True, True), (2, 1, False, True), (2, 1, False, True)]
+        >>> advice.recommended.reason
+        'it fits one GPU: data parallelism sends the least'
     """
     for name, given in (("gpus", gpus), ("batch", batch), ("sequence", sequence)):
         if given < 1:

@@ -65,6 +65,14 @@ def estimate(
             none for that size.
         PlanError: TP221, the topology file has mistakes.
         ArgumentError: a degree or size is less than 1.
+
+    Example:
+        >>> plan = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
+        >>> cost = tpplan.estimate(tpplan.compile_plan(model, plan, tp=2, inputs=x), "h100", optimizer="adamw")
+        >>> cost.memory.parameters, cost.memory.optimizer
+        (1120, 2240)
+        >>> cost.step.communication_seconds > 0
+        True
     """
     cluster = cluster_of(gpu if topology is None else topology)
     if optimizer not in OPTIMIZERS:
