@@ -135,13 +135,13 @@ def test_every_option_is_on_the_page(command: str, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1], ids=["training", "inference"])
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["training", "inference", "diff"])
 def test_the_example_on_the_page_is_real(number: int, capsys: pytest.CaptureFixture[str]) -> None:
-    found = re.findall(r"\n`tpplan explain (llama [^`]*)`:\n\n```text\n(.*?)```", PAGE, re.DOTALL)
-    assert len(found) == 2
+    found = re.findall(r"\n`tpplan ((?:explain|diff) llama [^`]*)`:\n\n```text\n(.*?)```", PAGE, re.DOTALL)
+    assert len(found) == 3
     command, shown = found[number]
-    code, text, _ = explain(capsys, *command.split())
-    assert code == 0 and shown in text
+    code = main(command.split())
+    assert code == 0 and shown in capsys.readouterr().out
 
 
 def test_premises_are_listed_with_the_lines_that_make_them(capsys: pytest.CaptureFixture[str]) -> None:

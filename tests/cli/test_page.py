@@ -14,11 +14,11 @@ TEXT = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8
 def test_every_command_and_format_is_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     commands = re.findall(r"^    (\w+)(?: |$)", capsys.readouterr().out, re.MULTILINE)
-    assert len(commands) == 13
+    assert len(commands) == 14
     assert all(f"| `{word}` |" in TEXT for word in [*commands, *FORMATS])
 
 
-OPTIONED = ["validate", "suggest", "export", "plans", "env", "rule", "checkpoint inspect", "checkpoint check"]
+OPTIONED = ["validate", "diff", "suggest", "export", "plans", "env", "rule", "checkpoint inspect", "checkpoint check"]
 
 
 @pytest.mark.parametrize("command", OPTIONED)

@@ -7,16 +7,15 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from tpplan.cli.advise import add_gpu_arguments
 from tpplan.cli.arguments import (
     PLAN_HELP,
     add_command,
     add_model_arguments,
     add_text_format_argument,
-    positive,
     terminal_width,
 )
 from tpplan.cli.compile_model import compile_for, model_and_inputs, plan_named
+from tpplan.cli.cost_arguments import add_cost_arguments, cost_of
 from tpplan.cli.exit_codes import CLEAN, UsageError
 from tpplan.cli.explain_kernels import tell_of_kernels, where_it_pays
 
@@ -65,17 +64,7 @@ def register(subparsers: Subparsers) -> None:
         action="store_true",
         help="show what the proof stands on: the arguments, sizes, modes and numbers of a call that runs by it",
     )
-    add_gpu_arguments(parser, gpu=None)
-    group = parser.add_argument_group("with --gpu or --topology")
-    group.add_argument("--optimizer", default="adamw", metavar="NAME", help="the optimizer (default: adamw)")
-    group.add_argument(
-        "--checkpointing",
-        default="none",
-        metavar="KIND",
-        help="of activations: none, selective or full",
-    )
-    group.add_argument("--dp", type=positive, default=1, metavar="N", help="replicas of the plan's ranks (default: 1)")
-    group.add_argument("--fsdp", action="store_true", help="replicas share parameters, gradients and optimizer state")
+    group = add_cost_arguments(parser)
     group.add_argument("--assumptions", action="store_true", help="show every number that the estimate rests on")
     add_model_arguments(parser, required=True)
     _take_module_behind_options(parser)
@@ -121,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     if wanted is not None:
         _require_match(wanted, model)
     program = compile_for(arguments, plan, model, inputs)
-    cost = _cost(arguments, program)
+    cost = cost_of(arguments, program)
     if arguments.format == "json":
         _print_json(program, cost)
     else:
@@ -130,18 +119,6 @@ def run(arguments: argparse.Namespace) -> int:
         if cost is not None:
             _print_cost(cost, arguments.assumptions)
     return CLEAN
-
-
-def _cost(arguments: argparse.Namespace, program: Program) -> Estimate | None:
-    """What it costs on `--gpu`, if that is given."""
-    if arguments.gpu is None and arguments.topology is None:
-        return None
-    from tpplan.forecast.estimate import estimate
-
-    return estimate(
-        program, arguments.gpu or "h100", optimizer=arguments.optimizer, checkpointing=arguments.checkpointing,
-        dp=arguments.dp, fsdp=arguments.fsdp, topology=arguments.topology,
-    )  # fmt: skip
 
 
 def _print_cost(cost: Estimate, assumptions: bool) -> None:

@@ -18,6 +18,7 @@ from tpplan.cli import (
     bench,
     checkpoint,
     demo,
+    diff,
     env,
     explain,
     export,
@@ -35,7 +36,7 @@ from tpplan.cli.exit_codes import BROKEN_PIPE, CLEAN, FAILED, INTERRUPTED, Usage
 if TYPE_CHECKING:
     from tpplan.plan import Diagnostic
 
-_COMMANDS = (validate, explain, verify, suggest, advise, export, checkpoint, demo, bench, plans, rule, schema, env)
+_COMMANDS = (validate, explain, diff, verify, suggest, advise, export, checkpoint, demo, bench, plans, rule, schema, env)
 _EXAMPLES = """\
 examples:
   tpplan validate plans/llama.yaml                     check a plan by itself

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, cast
 
 from tpplan.plan.catalogue import CATALOGUE, Severity
@@ -72,6 +72,11 @@ class Diagnostic:
     def warned(self) -> str:
         """The text for a warning of Python's, which says itself that it is one: it begins with the code."""
         return self.text.removeprefix("warning ")
+
+    @property
+    def without_source(self) -> Diagnostic:
+        """The same without the text of the plan that its span points into, which isn't needed to tell the place."""
+        return self if self.span is None else replace(self, span=replace(self.span, source=None))
 
     @property
     def sort_key(self) -> tuple[str, int, int, str, str, str]:

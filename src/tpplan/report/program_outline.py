@@ -128,7 +128,7 @@ def _blocks(container: str, layers: dict[int, list[Unit]]) -> Iterator[Item]:
         equal.setdefault(tuple(_key(unit) for unit in held), []).append(index)
     for indices in equal.values():
         held = layers[indices[0]]
-        name = joined(container, "*" if len(indices) == len(layers) > 1 else _shown_indices(indices))
+        name = joined(container, "*" if len(indices) == len(layers) > 1 else shown_indices(indices))
         if len(indices) == 1 and len(held) == 1:
             yield replace(held[0], name=joined(name, held[0].name))
         else:
@@ -160,7 +160,7 @@ def _without_origin(reshards: Iterable[Reshard]) -> tuple[Reshard, ...]:
     return tuple(replace(reshard, origin="") for reshard in reshards)
 
 
-def _shown_indices(indices: Sequence[int]) -> str:
+def shown_indices(indices: Sequence[int]) -> str:
     """`3`, `1-5`, `0,2,…,30`, or `0-3,7`."""
     step = indices[1] - indices[0] if len(indices) > 1 else 1
     if len(indices) > 3 and step > 1 and list(indices) == list(range(indices[0], indices[-1] + 1, step)):

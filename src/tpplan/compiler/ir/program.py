@@ -525,9 +525,13 @@ class Program:
         return _without_defaults(json.loads(json.dumps(_plain(plain))))
 
     def to_json(self, indent: int | None = 2) -> str:
-        """The program as JSON text with sorted keys; with its work, measured for that, which the digest leaves out."""
+        """The program as JSON text with sorted keys.
+
+        With its diagnostics and its work, measured for that, which the digest leaves out.
+        """
         work = self.work if self.measure is None else self.measure()
         plain = self.to_dict() | ({} if work is None else {"work": asdict(work)})
+        plain["diagnostics"] = [asdict(found.without_source) for found in self.diagnostics]
         return json.dumps(plain, indent=indent, sort_keys=True)
 
     @classmethod
