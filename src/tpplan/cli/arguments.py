@@ -21,6 +21,7 @@ MODEL_HELP = (
     "or package.module:callable"
 )
 PLAN_HELP = "a plan file, or a shipped plan's name"
+PICTURES = ("html", "svg", "mermaid")
 _PIPED_WIDTH = 100
 _NO_MODEL = "the following arguments are required: --model"  # argparse's words
 
@@ -43,13 +44,14 @@ def add_command(
     return parser
 
 
-def add_text_format_argument(parser: argparse.ArgumentParser, whole: str) -> None:
-    """Add `--format` of a command that shows tables; `whole` is what it writes as JSON."""
+def add_text_format_argument(parser: argparse.ArgumentParser, whole: str, *more: str) -> None:
+    """Add `--format` of a command that shows tables; `whole` is what it writes as JSON, `more` are other formats."""
+    choices = ("text", "json", *more)
     parser.add_argument(
         "--format",
-        choices=("text", "json"),
+        choices=choices,
         default="text",
-        metavar="text|json",
+        metavar="|".join(choices),
         help=f"text for people, or {whole} (default: text)",
     )
 

@@ -56,6 +56,8 @@ def _models(prefix: str, **_: object) -> list[str]:
 
 
 _COMPLETERS: dict[str, Callable[..., list[str]]] = {
+    "after": _plans,
+    "before": _plans,
     "plan": _plans,
     "plans": _plans,
     "show": _plans,

@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from tpplan.cli.arguments import (
+    PICTURES,
     PLAN_HELP,
     add_command,
     add_model_arguments,
@@ -36,6 +37,7 @@ _EXAMPLES = """\
   tpplan explain llama --model Llama-3.2-1B --tp 8 --inference --batch 4 --sequence 8192
   tpplan explain llama --model hf:llama --tp 8 --premises                   what later calls must have
   tpplan explain llama --model hf:llama --tp 8 --gpu h100 --dp 8            memory and time of a step
+  tpplan explain llama --model hf:llama --tp 8 --format html > llama.html   a page with a diagram and tables
 """
 
 
@@ -52,7 +54,8 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument(
         "module", nargs="?", metavar="MODULE", help="why this module, or those of a pattern, became what they did"
     )
-    add_text_format_argument(parser, "the whole program as JSON")
+    whole = "the whole program as JSON, a page of HTML, or the diagram alone; rich is text"
+    add_text_format_argument(parser, whole, *PICTURES, "rich")
     parser.add_argument(
         "--inference",
         action="store_true",
@@ -87,8 +90,11 @@ def _take_module_behind_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compile the plan and print the program; findings that keep it from compiling are raised."""
-    if arguments.module is not None and arguments.format == "json":
-        raise UsageError("--format json is the whole program; leave out MODULE")
+    drawn = arguments.format in PICTURES
+    if arguments.module is not None and (drawn or arguments.format == "json"):
+        raise UsageError(f"--format {arguments.format} is the whole program; leave out MODULE")
+    if drawn and (arguments.premises or arguments.inference):
+        raise UsageError(f"--format {arguments.format} shows a step; leave out --premises and --inference")
     if arguments.module is not None and arguments.inference:
         raise UsageError("--inference is about the whole model; leave out MODULE")
     if arguments.premises and (arguments.module is not None or arguments.inference):
@@ -110,6 +116,10 @@ def run(arguments: argparse.Namespace) -> int:
     if wanted is not None:
         _require_match(wanted, model)
     program = compile_for(arguments, plan, model, inputs)
+    if drawn:
+        from tpplan.cli.explain_page import show_page
+
+        return show_page(arguments, plan, program)
     cost = cost_of(arguments, program)
     if arguments.format == "json":
         _print_json(program, cost)

@@ -29,14 +29,29 @@ from tpplan.cli import (
     validate,
     verify,
 )
-from tpplan.cli.arguments import with_sizes_apart
+from tpplan.cli.arguments import PICTURES, with_sizes_apart
 from tpplan.cli.completion import complete
 from tpplan.cli.exit_codes import BROKEN_PIPE, CLEAN, FAILED, INTERRUPTED, UsageError, exit_code
 
 if TYPE_CHECKING:
     from tpplan.plan import Diagnostic
 
-_COMMANDS = (validate, explain, diff, verify, suggest, advise, export, checkpoint, demo, bench, plans, rule, schema, env)
+_COMMANDS = (
+    validate,
+    explain,
+    diff,
+    verify,
+    suggest,
+    advise,
+    export,
+    checkpoint,
+    demo,
+    bench,
+    plans,
+    rule,
+    schema,
+    env,
+)
 _EXAMPLES = """\
 examples:
   tpplan validate plans/llama.yaml                     check a plan by itself
@@ -70,7 +85,11 @@ def _run_each(parsed: argparse.Namespace, sizes: list[int]) -> int:
     """Run the command for one number of ranks after the other: text under a line of its own, JSON in one array."""
     codes: list[int] = []
     written: list[str] = []
-    as_json = getattr(parsed, "format", "") == "json"
+    shown = getattr(parsed, "format", "")
+    as_json = shown == "json"
+    if shown in PICTURES:
+        print(f"tpplan {parsed.command}: --format {shown} is one file; give --tp one number", file=sys.stderr)
+        return FAILED
     for size in sizes:
         one = argparse.Namespace(**{**vars(parsed), "tp": size, "sizes": [size]})
         if as_json:
