@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     )
     from tpplan.pretrained import from_pretrained
     from tpplan.process import follow_training_loops, process_changes, undo_process_changes
+    from tpplan.report.program_compare import ComparisonError
     from tpplan.runtime.around.adapters import ChangedAroundError
     from tpplan.runtime.around.observe import ObserveError, observe
     from tpplan.runtime.around.onlookers import ChangedByToolError, ChangingHookError
@@ -85,6 +86,7 @@ __all__ = [
     "CheckpointError",
     "ClassCallError",
     "Cluster",
+    "ComparisonError",
     "CompileError",
     "CompiledCallError",
     "CostError",
@@ -169,6 +171,7 @@ _ELSEWHERE = {
     "Advice": "tpplan.cost.advice",
     "AdviceRow": "tpplan.cost.advice",
     "Cluster": "tpplan.cost.cluster",
+    "ComparisonError": "tpplan.report.program_compare",
     "CostError": "tpplan.cost.cost_errors",
     "Estimate": "tpplan.cost.estimates",
     "advise": "tpplan.forecast.degrees",

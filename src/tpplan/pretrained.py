@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +35,7 @@ from tpplan.hf.library import UnusableError
 from tpplan.initialize import init_weights
 from tpplan.plan import ArgumentError, Plan, Severity
 from tpplan.plan.taken import FLAG, FOLDER, RANKS, optional, takes
+from tpplan.plan.warned import warn_user
 from tpplan.taken_models import MESH
 
 _BY_HAND = "build the model under `torch.device('meta')`, then call `tpplan.parallelize` and `tpplan.load_weights`"
@@ -149,7 +149,7 @@ def from_pretrained(
     model = parallelize(ready.model, ready.plan, here, inputs)
     loaded = load(model, ready.opened, strict=strict, progress=progress)
     for held in loaded.warnings:
-        warnings.warn(held.text, stacklevel=2)
+        warn_user(held.text)
     return init_weights(model, missing=True) if loaded.missing else model
 
 

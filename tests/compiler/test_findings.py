@@ -101,6 +101,9 @@ ELSEWHERE = {
     **dict.fromkeys(("TP210", "TP211", "TP212", "TP213", "TP214"), "suggest/test_export.py"),
     **dict.fromkeys(("TP215", "TP216"), "suggest/test_import_deepspeed.py"),
     "TP217": "suggest/test_import_styles.py",
+    **dict.fromkeys(("TP220", "TP222"), "cost/test_estimate.py"),
+    "TP221": "cost/test_clusters.py",
+    **dict.fromkeys(("TP230", "TP231"), "cli/test_diff.py"),
 }
 
 

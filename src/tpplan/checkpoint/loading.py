@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from tpplan.checkpoint.wanted import Match, Wanted, match
 from tpplan.compat.dtensors import local_of
 from tpplan.plan import Diagnostic, Severity
 from tpplan.plan.taken import takes
+from tpplan.plan.warned import warn_user
 from tpplan.runtime.compiled.compiled_before import bare
 from tpplan.runtime.parameters.distribute import device_of_mesh
 from tpplan.runtime.parameters.pieces import Box, whole_box
@@ -134,7 +134,7 @@ def load_weights(
     with bare(without_replicas(model)) as stock:
         loaded = load(stock, source, rename=rename, strict=strict, progress=progress)
     for held in loaded.warnings:
-        warnings.warn(held.text, stacklevel=2)
+        warn_user(held.text)
     return model
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from tpplan.checkpoint.stored_tensors import File, entries_of, in_files
 from tpplan.checkpoint.stream import stream
 from tpplan.checkpoint.writer import FileWriter, write_file
 from tpplan.plan.taken import FOLDER, takes
+from tpplan.plan.warned import warn_user
 from tpplan.runtime.compiled.compiled_before import bare
 from tpplan.runtime.parameters.whole_states import without_replicas
 from tpplan.taken_models import MODEL
@@ -68,11 +68,11 @@ def save_weights(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes
         try:
             finish(saving.stage)
         except OSError as error:
-            _warn(f"the checkpoint in `{folder}` is written, but what it replaces couldn't be removed: {error}")
+            warn_user(f"the checkpoint in `{folder}` is written, but what it replaces couldn't be removed: {error}")
     ranks.together(lambda: None)
     if nan:
         more = f" and {len(nan) - 1} more tensors" if len(nan) > 1 else ""
-        _warn(f"`{nan[0]}`{more} had NaN in them when they were saved to `{folder}`")
+        warn_user(f"`{nan[0]}`{more} had NaN in them when they were saved to `{folder}`")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +173,7 @@ def _undo(folder: Path) -> None:
     try:
         recover(folder)
     except OSError as error:
-        _warn(f"what a failed save has left in `{folder}` couldn't be removed; the next save will: {error}")
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, UserWarning, stacklevel=3)
+        warn_user(f"what a failed save has left in `{folder}` couldn't be removed; the next save will: {error}")
 
 
 __all__ = ["save_weights"]

@@ -93,6 +93,7 @@ class SizedCall:
 class Measurement:
     """Measures a program when it is asked to, at any size; a copy has what is measured at some."""
 
+    @ambience()
     def __init__(
         self, model: nn.Module, compiled: Compiled, arguments: Sequence[Any], keywords: Mapping[str, Any]
     ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 import sys
-import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
@@ -23,6 +22,7 @@ from tpplan.initialize.recipe import construction_of
 from tpplan.initialize.targets import misfits, taken
 from tpplan.plan import Diagnostic
 from tpplan.plan.taken import takes
+from tpplan.plan.warned import warn_user
 from tpplan.runtime.parameters.distribute import device_of_mesh
 from tpplan.taken_models import MODEL
 
@@ -104,7 +104,7 @@ def init_weights(
         target.put(filled[place])
     if ranks.speaks:
         for held in warned:
-            warnings.warn(held.text, stacklevel=2)
+            warn_user(held.text)
     return model
 
 
