@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -17,13 +17,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from tpplan.inputs import with_labels
 from tpplan.plan import ArgumentError, Diagnostic, Plan, PlanSource, load_plan
 from tpplan.plan.taken import refusal
-from tpplan.plan.vocabulary import DEFAULT_AXIS
+from tpplan.plan.vocabulary import AUTO, DEFAULT_AXIS
 from tpplan.served import served
 from tpplan.suggest import search, write_plan
 from tpplan.suggest.import_styles import import_styles
 from tpplan.taken_models import PLAN
 
-AUTO: Final = "auto"
 AskedPlan = Plan | PlanSource | ParallelStyle | Mapping[str, ParallelStyle]
 
 
@@ -83,4 +82,4 @@ def plan_name(model: nn.Module) -> str:
     return "-".join(word.lower() for word in words) or "plan"
 
 
-__all__ = ["AUTO", "AskedPlan", "found_plan", "known_plan", "plan_name", "plan_of", "suggest_text"]
+__all__ = ["AskedPlan", "found_plan", "known_plan", "plan_name", "plan_of", "suggest_text"]

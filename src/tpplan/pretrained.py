@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.api import Inputs, axis_mesh, axis_name, parallelize
-from tpplan.asked import AUTO, AskedPlan, found_plan, known_plan
+from tpplan.asked import AskedPlan, found_plan, known_plan
 from tpplan.checkpoint.agreed import AgreeingRanks
 from tpplan.checkpoint.files import CheckpointError, problem
 from tpplan.checkpoint.loading import load
@@ -35,6 +35,7 @@ from tpplan.hf.library import UnusableError
 from tpplan.initialize import init_weights
 from tpplan.plan import ArgumentError, Plan, Severity
 from tpplan.plan.taken import FLAG, FOLDER, RANKS, optional, takes
+from tpplan.plan.vocabulary import AUTO
 from tpplan.plan.warned import warn_user
 from tpplan.taken_models import MESH
 

@@ -41,14 +41,14 @@ def named(rules: dict[str, str], gradients: bool = True) -> Counter[str]:
 
 def test_layers() -> None:
     rules = {"*.up": "colwise", "*.down": "rowwise"}
-    forward = {f"all-reduce: the result of {n}.down": 1 for n in range(2)}
-    assert named(rules) == forward | {f"all-reduce, backward: the argument input of {n}.up": 1 for n in range(2)}
+    forward = {f"all-reduce: the result of `{n}.down`": 1 for n in range(2)}
+    assert named(rules) == forward | {f"all-reduce, backward: the argument `input` of `{n}.up`": 1 for n in range(2)}
     assert named(rules, gradients=False) == forward
 
 
 def test_sequences_and_sums_of_gradients() -> None:
     found = named({"*.norm": "sequence", "*.up": "colwise", "*.down": "rowwise"})
-    assert found["all-gather: the argument input of 1.up"] == 1
-    assert found["reduce-scatter, backward: the argument input of 1.up"] == 1
+    assert found["all-gather: the argument `input` of `1.up`"] == 1
+    assert found["reduce-scatter, backward: the argument `input` of `1.up`"] == 1
     assert found["all-reduce, backward: the gradients of replicated parameters"] == 1
     assert sum(found.values()) == 9

@@ -64,22 +64,25 @@ def add_gpu_arguments(parser: argparse.ArgumentParser, gpu: str | None) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; a choice that isn't possible is a row with its reason, and no error."""
     from tpplan.cli.model_reference import load_model
-    from tpplan.forecast.degrees import advise, bytes_of
-    from tpplan.inputs import most_positions
-    from tpplan.report.diagnostics import wants_color
-    from tpplan.report.estimate_tables import advice_markdown, render_advice
-    from tpplan.report.quantities import encodable
+    from tpplan.cost.asked_costs import asked_cluster, bytes_of
 
+    cluster = asked_cluster(arguments.gpu, arguments.topology, arguments.optimizer)
     try:
         target = None if arguments.target_memory is None else bytes_of(arguments.target_memory)
     except ValueError as error:
         raise UsageError(f"--target-memory: {error}") from None
     model, inputs = load_model(arguments.model, dict(arguments.overrides))
+    from tpplan.forecast.degrees import advise
+    from tpplan.inputs import most_positions
+    from tpplan.report.diagnostics import wants_color
+    from tpplan.report.estimate_tables import advice_markdown, render_advice
+    from tpplan.report.quantities import encodable
+
     most = most_positions(model)
     advice = advise(
-        model, arguments.gpus, arguments.gpu, batch=arguments.batch,
+        model, arguments.gpus, batch=arguments.batch,
         sequence=arguments.sequence or min(_SEQUENCE, most or _SEQUENCE), inference=arguments.inference,
-        target_memory=target, optimizer=arguments.optimizer, topology=arguments.topology, inputs=inputs,
+        target_memory=target, optimizer=arguments.optimizer, topology=cluster, inputs=inputs,
     )  # fmt: skip
     if arguments.format == "json":
         text = advice.to_json()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpplan.cli.exit_codes import UsageError
 from tpplan.cli.finding_options import PLACED
+from tpplan.plan.vocabulary import AUTO
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from tpplan.plan import Diagnostic, Plan
 
 DEFAULT_TP = 2
-AUTO = "auto"
 
 
 def ranks_of(arguments: argparse.Namespace) -> int:

@@ -26,9 +26,22 @@ def add_cost_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
     return group
 
 
+def check_costs(arguments: argparse.Namespace) -> None:
+    """Look at what is asked for by name, before anything is compiled."""
+    if is_priced(arguments):
+        from tpplan.cost.asked_costs import asked_cluster
+
+        asked_cluster(arguments.gpu, arguments.topology, arguments.optimizer, arguments.checkpointing)
+
+
+def is_priced(arguments: argparse.Namespace) -> bool:
+    """Whether there is a GPU to tell costs for."""
+    return arguments.gpu is not None or arguments.topology is not None
+
+
 def cost_of(arguments: argparse.Namespace, program: Program) -> Estimate | None:
     """What a program costs on `--gpu` or `--topology`; None if neither is given."""
-    if arguments.gpu is None and arguments.topology is None:
+    if not is_priced(arguments):
         return None
     from tpplan.forecast.estimate import estimate
 
@@ -38,4 +51,4 @@ def cost_of(arguments: argparse.Namespace, program: Program) -> Estimate | None:
     )  # fmt: skip
 
 
-__all__ = ["add_cost_arguments", "cost_of"]
+__all__ = ["add_cost_arguments", "check_costs", "cost_of", "is_priced"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpplan.cli.arguments import add_command, add_model_arguments, terminal_width
 from tpplan.cli.compile_model import compile_for, model_and_inputs, plan_named
-from tpplan.cli.cost_arguments import add_cost_arguments, cost_of
+from tpplan.cli.cost_arguments import add_cost_arguments, check_costs, cost_of
 from tpplan.cli.exit_codes import CLEAN, FINDINGS, UsageError
 
 if TYPE_CHECKING:
@@ -56,12 +56,14 @@ def register(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the diff; findings that keep one of the two from compiling are raised."""
+    check_costs(arguments)
+    compared = _compared(arguments)
     from tpplan.report.diagnostics import wants_color
     from tpplan.report.diff_tables import diff_markdown, render_diff
     from tpplan.report.program_compare import compare
     from tpplan.report.quantities import encodable
 
-    diff = compare(*_compared(arguments))
+    diff = compare(*compared)
     if arguments.format == "json":
         text = diff.to_json()
     elif arguments.format == "markdown":
@@ -73,8 +75,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _compared(arguments: argparse.Namespace) -> list[ComparedProgram]:
-    from tpplan.report.program_compare import ComparedProgram
-
     names = (arguments.before, arguments.after)
     sources = [_program_data(name) or plan_named(name) for name in names]
     written = {i: _program(source, names[i]) for i, source in enumerate(sources) if isinstance(source, dict)}
@@ -86,6 +86,8 @@ def _compared(arguments: argparse.Namespace) -> list[ComparedProgram]:
         arguments.tp = next(iter(written.values())).size
     called = model_and_inputs(arguments) if len(written) < 2 else ()
     programs = [written.get(i) or compile_for(arguments, plan, *called) for i, plan in enumerate(sources)]  # pyright: ignore
+    from tpplan.report.program_compare import ComparedProgram
+
     return [
         ComparedProgram(
             name, program,

@@ -16,7 +16,7 @@ from tpplan.cli.arguments import (
     terminal_width,
 )
 from tpplan.cli.compile_model import compile_for, model_and_inputs, plan_named
-from tpplan.cli.cost_arguments import add_cost_arguments, cost_of
+from tpplan.cli.cost_arguments import add_cost_arguments, check_costs, cost_of, is_priced
 from tpplan.cli.exit_codes import CLEAN, UsageError
 from tpplan.cli.explain_kernels import tell_of_kernels, where_it_pays
 
@@ -99,9 +99,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--inference is about the whole model; leave out MODULE")
     if arguments.premises and (arguments.module is not None or arguments.inference):
         raise UsageError("--premises are of the whole call; leave out MODULE and --inference")
-    priced = arguments.gpu is not None or arguments.topology is not None
-    if priced and (arguments.module is not None or arguments.premises or arguments.inference):
+    if is_priced(arguments) and (arguments.module is not None or arguments.premises or arguments.inference):
         raise UsageError("--gpu is about a step of the whole model; leave out MODULE, --premises and --inference")
+    check_costs(arguments)
     plan = plan_named(arguments.plan)
     if arguments.inference:
         from tpplan.cli.explain_inference import show_inference

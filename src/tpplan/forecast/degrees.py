@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,10 +23,11 @@ from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import compile_call
 from tpplan.compiler.request import Request
 from tpplan.cost.advice import Advice, AdviceRow
-from tpplan.cost.cluster import Cluster, cluster_of
+from tpplan.cost.asked_costs import CHECKPOINTING, asked_cluster, bytes_of
+from tpplan.cost.cluster import Cluster
 from tpplan.cost.estimates import Estimate
 from tpplan.cost.link_times import Group
-from tpplan.forecast.estimate import CHECKPOINTING, estimate
+from tpplan.forecast.estimate import estimate
 from tpplan.forecast.measurement import Measurement
 from tpplan.inputs import with_labels
 from tpplan.plan import ArgumentError, CompileError, Plan, load_plan
@@ -38,7 +38,6 @@ from tpplan.suggest import search, write_plan
 
 _MOST_GPUS = 4096
 _NODES_OF_TP = 2  # beyond, tensor parallelism never pays
-_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def advise(
@@ -89,7 +88,7 @@ def advise(
     for name, given in (("gpus", gpus), ("batch", batch), ("sequence", sequence)):
         if given < 1:
             raise ArgumentError(f"{name} must be at least 1, not {given}")
-    cluster = cluster_of(gpu if topology is None else topology)
+    cluster = asked_cluster(gpu, topology, optimizer)
     available = int(cluster.memory * cluster.usable)
     if target_memory is not None:
         available = min(available, bytes_of(target_memory))
@@ -107,23 +106,6 @@ def advise(
         tuple(rows), type(model).__name__, cluster.name, gpus, batch, sequence, inference, available, smallest,
         around.summary(next((row for row in rows if row.recommended), None), smallest), guesses,
     )  # fmt: skip
-
-
-def bytes_of(size: int | str) -> int:
-    """`70GiB` in bytes.
-
-    Raises:
-        ArgumentError: it is no size.
-    """
-    if isinstance(size, int):
-        number, unit = float(size), ""
-    else:
-        text = size.strip().replace(" ", "")
-        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]*)", text)
-        number, unit = (float(found[1]), found[2]) if found else (0.0, "")
-    if number <= 0 or unit not in _UNITS:
-        raise ArgumentError(f"{size!r} isn't a size: write bytes, or a number with a unit, such as 70GiB")
-    return int(number * _UNITS[unit])
 
 
 def _divisors(number: int) -> list[int]:
@@ -346,4 +328,4 @@ def _impossible(tp: int, dp: int, split: bool, fsdp: bool, reason: str) -> Advic
     return AdviceRow(tp, dp, split, fsdp, "none", "", False, None, None, 0.0, None, 0.0, 0, False, reason)
 
 
-__all__ = ["advise", "bytes_of"]
+__all__ = ["advise"]

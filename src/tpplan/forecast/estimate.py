@@ -10,20 +10,20 @@ parallelism run beside the forward or the backward, and are exposed where they t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tpplan.compiler.ir.program import Program
-from tpplan.cost.cluster import Cluster, cluster_of
-from tpplan.cost.cost_errors import CostError, unknown
+from tpplan.cost.asked_costs import asked_cluster
+from tpplan.cost.cluster import Cluster
+from tpplan.cost.cost_errors import CostError
 from tpplan.cost.estimates import Estimate, GenerationEstimate, MemoryEstimate, StepEstimate, TimeSlice
 from tpplan.cost.kernel_times import peak_of, task_seconds
 from tpplan.cost.link_times import Group, collective_seconds
-from tpplan.cost.state_memory import OPTIMIZERS, optimizer_bytes
+from tpplan.cost.state_memory import optimizer_bytes
 from tpplan.cost.work import COLLECTIVE, Task, Work
 from tpplan.plan import ArgumentError
 
-CHECKPOINTING = ("none", "selective", "full")
 _OPTIMIZER_PASSES = 2  # each byte of parameters, gradients and state is read, and most are written
 
 
@@ -74,11 +74,7 @@ def estimate(
         >>> cost.step.communication_seconds > 0
         True
     """
-    cluster = cluster_of(gpu if topology is None else topology)
-    if optimizer not in OPTIMIZERS:
-        raise unknown("optimizer", optimizer, OPTIMIZERS)
-    if checkpointing not in CHECKPOINTING:
-        raise unknown("kind of checkpointing", checkpointing, CHECKPOINTING)
+    cluster = asked_cluster(gpu, topology, optimizer, checkpointing)
     for name, given in (("dp", dp), ("batch", batch), ("sequence", sequence)):
         if given is not None and given < 1:
             raise ArgumentError(f"{name} must be at least 1, not {given}")
@@ -316,7 +312,7 @@ def _for_one_token(task: Task, sequence: int) -> Task:
             made=(part(task.made[0]),), sizes=((batch,), (fewer,), (columns,), (summed,)),
         )  # fmt: skip
     return replace(
-        task, flops=(part(part(task.flops[0]) * 1),), moved=(part(task.moved[0]),), fused=(part(task.fused[0]),),
+        task, flops=(part(task.flops[0]),), moved=(part(task.moved[0]),), fused=(part(task.fused[0]),),
         made=(part(task.made[0]),),
     )  # fmt: skip
 
@@ -342,4 +338,4 @@ def _buffer_bytes(program: Program) -> int:
     return sum(p.bytes for p in program.buffers)
 
 
-__all__: Sequence[str] = ["CHECKPOINTING", "estimate"]
+__all__ = ["estimate"]

@@ -7,6 +7,7 @@ from typing import Final
 
 PLAN_VERSION: Final = 1
 DEFAULT_AXIS: Final = "tp"
+AUTO: Final = "auto"  # in place of a plan: have one found
 
 
 class Style(StrEnum):

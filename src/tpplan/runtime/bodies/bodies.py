@@ -129,8 +129,8 @@ def prepare(
         runtime = ModuleRuntime(
             label=_label(spec, placements, taken.get(spec.name)),
             axis=axis,
-            entries=tuple(s for r in spec.entries for s in _entries(module, r, steps(r, place=_place(spec, r, True)))),
-            exits=tuple(s for r in spec.exits for s in _exits(r, steps(r, fresh, _place(spec, r, False)))),
+            entries=tuple(s for r in spec.entries for s in _entries(module, r, *steps.at(_place(spec, r, True), r))),
+            exits=tuple(s for r in spec.exits for s in _exits(r, *steps.at(_place(spec, r, False), r, fresh))),
             alone=_alone(spec.name, module, program.boundaries.get(spec.name, ()), handed_out, context, is_root),
             split_classes=_split_classes(program.boundaries.get(spec.name, ())),
             reads=tuple((*_owner(modules, n), r) for n, r in reads if n not in buffers),
@@ -159,7 +159,6 @@ def prepare(
             or (body if use is None else body_of(use, module, modules)),
             replays=isinstance(spec.body, RecordedBody),
             dispatches=spec.experts is not None and spec.experts.dispatches,
-            name=spec.name,
             weight=own.get("weight"),
             bias=None if left else own.get("bias"),
             table=_table(spec, placements, axis),
@@ -344,7 +343,7 @@ def _block(modules: dict[str, nn.Module], name: str) -> str:
     return ".".join(path)
 
 
-def _entries(module: nn.Module, held: Reshard | Boundary, step: Move) -> list[EntryStep]:
+def _entries(module: nn.Module, held: Reshard | Boundary, step: Move, place: str = "") -> list[EntryStep]:
     names = argument_names(stock_class(module).forward)
     steps: list[EntryStep] = []
     for name, *inner in (held.path, *held.aliases):
@@ -353,12 +352,12 @@ def _entries(module: nn.Module, held: Reshard | Boundary, step: Move) -> list[En
             position: int | None = int(text[1:])
         else:
             position = names.index(text) if text in names else None
-        steps.append(EntryStep(text, position, tuple(inner), step))
+        steps.append(EntryStep(text, position, tuple(inner), step, place))
     return steps
 
 
-def _exits(held: Reshard | Boundary, step: Move) -> list[ExitStep]:
-    return [ExitStep(path, step) for path in (held.path, *held.aliases)]
+def _exits(held: Reshard | Boundary, step: Move, place: str = "") -> list[ExitStep]:
+    return [ExitStep(path, step, place) for path in (held.path, *held.aliases)]
 
 
 def _alone(
@@ -410,6 +409,10 @@ class _Steps:
         if key not in self._made:
             self._made[key] = make_reshard(*ways, axis, fresh, self._context, reshard.shape, self._twice)
         return self._made[key]
+
+    def at(self, place: str, reshard: Reshard, fresh: bool = False) -> tuple[Move, str]:
+        """A reshard and the place that it serves."""
+        return self(reshard, fresh, place), place
 
     def inside(self, module: str) -> Inside:
         """What stands between the operations of a body that runs from its record."""

@@ -46,20 +46,22 @@ class DirectForwards(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EntryStep:
-    """A reshard of one argument: by name, by position if it was passed so, and by the path inside it."""
+    """A reshard of one argument: by name, by position if passed so, and by the path inside it; and where, in words."""
 
     name: str
     position: int | None
     inner: tuple[str | int, ...]
     step: Move
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ExitStep:
-    """A reshard of one result, by its path in the results."""
+    """A reshard of one result, by its path in the results; and where, in words."""
 
     path: tuple[str | int, ...]
     step: Move
+    place: str = ""
 
 
 @dataclass(slots=True)
@@ -88,7 +90,6 @@ class ModuleRuntime:
         body: what runs in place of the stock forward; None for that.
         replays: whether that is the record of the stock forward, which calls the modules inside.
         dispatches: whether it exchanges as many rows as the call's numbers say, which no graph can hold.
-        name: the module's, for a profiler.
         weight, bias: how to read these parameters of the module itself; None for one that its body doesn't read.
         table: of an embedding table split by rows, the first that this rank holds, and the number of all.
         shared: whether one tensor sits in several places of the arguments or results, to be resharded once for all.
@@ -123,7 +124,6 @@ class ModuleRuntime:
     body: Body | None = None
     replays: bool = False
     dispatches: bool = False
-    name: str = ""
     weight: Reader | None = None
     bias: Reader | None = None
     table: tuple[int, int] = (0, 0)
@@ -182,8 +182,7 @@ class ModuleRuntime:
     def _told(self, step: EntryStep | ExitStep) -> Move:
         if is_traced() or not self.handed_out.profiled:
             return step.step
-        what = f"the argument {step.name}" if isinstance(step, EntryStep) else "the result"
-        return telling(step.step, f"{what} of {self.name or 'the model'}")
+        return telling(step.step, step.place)
 
 
 Step = TypeVar("Step", EntryStep, ExitStep)

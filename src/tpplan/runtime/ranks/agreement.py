@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from tpplan.compiler.emit.digest import Digest
 from tpplan.plan import CompileError
+from tpplan.plan.warned import warn_user
 from tpplan.runtime.ranks.board import exchange
 
 Exchanges = tuple[tuple[str, str], ...]
@@ -47,10 +47,9 @@ def agree(group: dist.ProcessGroup, digest: Digest | None, error: Exception | No
     if digest is not None and len({told.work for told in digests if told is not None}) > 1:
         raise _different(digests, exchange(group, "the ranks' comparison of their exchanges", digest.exchanges))
     if draws and len({seed for _, _, seed in held}) > 1:
-        warnings.warn(
+        warn_user(
             "the ranks' random generators were seeded differently, so that dropout on replicated values would differ "
-            "between them; call torch.manual_seed with one seed on all ranks of the axis before training",
-            stacklevel=3,
+            "between them; call torch.manual_seed with one seed on all ranks of the axis before training"
         )
 
 

@@ -1,7 +1,7 @@
 """Names of collectives in a profiler's trace: which collective, whether of a backward, and whose boundary it serves.
 
-    tpplan all-reduce: the result of layers.0.mlp.down
-    tpplan all-reduce, backward: the argument of layers.0.mlp.up
+    tpplan all-reduce: the result of `layers.0.mlp.down`
+    tpplan all-reduce, backward: the argument `input` of `layers.0.mlp.up`
 
 Reshards are shared by all modules that do the same, so that their places are told anew in each call; only while a
 profiler runs, as that takes longer than a small collective does. Graphs of torch.compile have the names of their own
