@@ -13,8 +13,18 @@ from torch import nn
 
 import tpplan
 from tests.compiler.toys import ATTENTION, Attention, Block, compiled, plan_of
-from tpplan.compiler.ir.layout import PARTIAL, REPLICATED_PARTIAL, Collective
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Collective, Pack, sharded
 from tpplan.compiler.ir.program import ModuleProgram, Program, Reshard
+from tpplan.compiler.ir.replaced_bodies import (
+    BODIES,
+    Body,
+    MovedOperand,
+    RecordedBody,
+    Recurrence,
+    SharedExperts,
+    SplitNorm,
+)
+from tpplan.plan import Exchange
 
 RULES = {f"*.body.{name}": style for name, style in ATTENTION.items()}
 
@@ -48,6 +58,28 @@ def test_a_program_survives_json() -> None:
     other = tpplan.Program.from_dict(json.loads(one.to_json()))
     assert other == one and other.digest == one.digest
     assert other.count_collectives() == one.count_collectives()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        SplitNorm(sharded(2), True, 1e-6, 1.0, "before", "norm.weight", None, "gate", True, True),
+        RecordedBody(
+            ((("x", 0), sharded(1)),), (("inner", 1, (((0,), PARTIAL),)),), (((), REPLICATED),), ((Pack(4, 2),),),
+            (MovedOperand("aten.mul.Tensor", 1, 0, REPLICATED),), partial=("weight",), averages=True,
+            lengths=((("x",), 3),), weights=(("w",),), features=((Pack(8),),),
+        ),
+        SharedExperts(owner=1),
+        SharedExperts(count=8, tokens="x", chosen="ids", weights="w", ranks=2, exchange=Exchange.ALL_TO_ALL),
+        Recurrence("LSTM", 8, False, 2, 2, True, 0.5),
+    ],
+)  # fmt: skip
+def test_every_body_survives_json(body: Body) -> None:
+    made = replace(program(), modules=(ModuleProgram("m", "Module", None, "inferred", 1, body=body),))
+    plain = json.loads(made.to_json())
+    (module,) = plain["modules"]
+    assert [key for key in BODIES if module.get(key)] == [key for key, kind in BODIES.items() if type(body) is kind]
+    assert Program.from_dict(plain).modules == made.modules
 
 
 def test_whatever_changes_the_program_changes_the_digest() -> None:

@@ -161,3 +161,36 @@ def shown(model: Any) -> list[Tensor]:
 @pytest.mark.sweep
 def test_modules_show_all_that_a_setting_of_later_lets_them_show() -> None:
     assert compared("whisper", "whisper", shown) == 12
+
+
+class ByMode(nn.Module):
+    """Each mode has a program of its own, and that of evaluation calls neither `aux` nor `back` nor `table`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.table = nn.Linear(8, 16), nn.Linear(16, 8), nn.Embedding(6, 8)
+        self.aux, self.back = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x + self.down(self.up(x).softmax(-1))
+        return self.down(self.up(x).relu()) + self.back(self.aux(x + self.table(torch.arange(4))).relu())
+
+
+def test_layers_that_the_last_call_ran_without_are_whole_by_themselves() -> None:
+    stock, x, features = ByMode().double(), torch.randn(2, 4, 8).double(), torch.randn(2, 4, 16).double()
+    ids = torch.arange(6)
+
+    def of(model: Any) -> list[Tensor]:
+        return [model.aux(x), model.back(features), model.table(ids), model.up(x)]
+
+    def work(model: nn.Module, guard: Any) -> list[Tensor]:
+        model.train()(x)
+        with torch.no_grad():
+            model.eval()(x)
+        return of(model)
+
+    rules = {"up": "colwise", "down": "rowwise", "aux": "colwise", "back": "rowwise", "table": "vocab"}
+    for made in on_ranks(stock, rules, 2, ((x,), {}), work):
+        for found, whole in zip(made, of(stock), strict=True):
+            torch.testing.assert_close(found, whole, rtol=0, atol=1e-14)
