@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
-from tpplan.cli.arguments import MODEL_HELP, add_command, override, positive, terminal_width
+from tpplan.cli.arguments import MODEL_HELP, add_command, override, positive
+from tpplan.cli.cost_arguments import add_gpu_arguments, print_table
 from tpplan.cli.exit_codes import CLEAN, UsageError
 
 if TYPE_CHECKING:
@@ -54,13 +54,6 @@ def register(subparsers: Subparsers) -> None:
     parser.set_defaults(run=run)
 
 
-def add_gpu_arguments(parser: argparse.ArgumentParser, gpu: str | None) -> None:
-    """Add `--gpu` and `--topology`."""
-    default = f" (default: {gpu})" if gpu else ""
-    parser.add_argument("--gpu", default=gpu, metavar="NAME", help=f"h100, h100-pcie, h200, a100 or b200{default}")
-    parser.add_argument("--topology", metavar="FILE", help="a YAML file of GPUs and links, in place of --gpu")
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; a choice that isn't possible is a row with its reason, and no error."""
     from tpplan.cli.model_reference import load_model
@@ -74,9 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     model, inputs = load_model(arguments.model, dict(arguments.overrides))
     from tpplan.forecast.degrees import advise
     from tpplan.inputs import most_positions
-    from tpplan.report.diagnostics import wants_color
     from tpplan.report.estimate_tables import advice_markdown, render_advice
-    from tpplan.report.quantities import encodable
 
     most = most_positions(model)
     advice = advise(
@@ -84,14 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
         sequence=arguments.sequence or min(_SEQUENCE, most or _SEQUENCE), inference=arguments.inference,
         target_memory=target, optimizer=arguments.optimizer, topology=cluster, inputs=inputs,
     )  # fmt: skip
-    if arguments.format == "json":
-        text = advice.to_json()
-    elif arguments.format == "markdown":
-        text = advice_markdown(advice)
-    else:
-        text = render_advice(advice, terminal_width(), wants_color(sys.stdout))
-    print(encodable(text, sys.stdout.encoding))
+    print_table(
+        arguments.format,
+        json=advice.to_json,
+        markdown=lambda: advice_markdown(advice),
+        rich=lambda width, color: render_advice(advice, width, color),
+    )
     return CLEAN
 
 
-__all__ = ["add_gpu_arguments", "register", "run"]
+__all__ = ["register", "run"]

@@ -1,16 +1,24 @@
-"""`--gpu` and what goes with it: the estimate that commands show beside a program."""
+"""`--gpu` and what goes with it: options, the estimate that commands show beside a program, and tables of costs."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tpplan.cli.advise import add_gpu_arguments
-from tpplan.cli.arguments import positive
+from tpplan.cli.arguments import positive, terminal_width
 
 if TYPE_CHECKING:
     from tpplan.compiler.ir.program import Program
     from tpplan.cost.estimates import Estimate
+
+
+def add_gpu_arguments(parser: argparse.ArgumentParser, gpu: str | None) -> None:
+    """Add `--gpu` and `--topology`."""
+    default = f" (default: {gpu})" if gpu else ""
+    parser.add_argument("--gpu", default=gpu, metavar="NAME", help=f"h100, h100-pcie, h200, a100 or b200{default}")
+    parser.add_argument("--topology", metavar="FILE", help="a YAML file of GPUs and links, in place of --gpu")
 
 
 def add_cost_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:  # pyright: ignore
@@ -51,4 +59,18 @@ def cost_of(arguments: argparse.Namespace, program: Program) -> Estimate | None:
     )  # fmt: skip
 
 
-__all__ = ["add_cost_arguments", "check_costs", "cost_of", "is_priced"]
+def print_table(
+    chosen: str, json: Callable[[], str], markdown: Callable[[], str], rich: Callable[[int, bool], str]
+) -> None:
+    """Print a table in the format that was chosen; for a terminal by its width, and whether it has colors."""
+    from tpplan.report.diagnostics import wants_color
+    from tpplan.report.quantities import encodable
+
+    if chosen == "rich":
+        text = rich(terminal_width(), wants_color(sys.stdout))
+    else:
+        text = {"json": json, "markdown": markdown}[chosen]()
+    print(encodable(text, sys.stdout.encoding))
+
+
+__all__ = ["add_cost_arguments", "add_gpu_arguments", "check_costs", "cost_of", "is_priced", "print_table"]

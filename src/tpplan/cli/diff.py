@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpplan.cli.arguments import add_command, add_model_arguments, terminal_width
+from tpplan.cli.arguments import add_command, add_model_arguments
 from tpplan.cli.compile_model import compile_for, model_and_inputs, plan_named
-from tpplan.cli.cost_arguments import add_cost_arguments, check_costs, cost_of
+from tpplan.cli.cost_arguments import add_cost_arguments, check_costs, cost_of, print_table
 from tpplan.cli.exit_codes import CLEAN, FINDINGS, UsageError
 
 if TYPE_CHECKING:
@@ -58,19 +58,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the diff; findings that keep one of the two from compiling are raised."""
     check_costs(arguments)
     compared = _compared(arguments)
-    from tpplan.report.diagnostics import wants_color
     from tpplan.report.diff_tables import diff_markdown, render_diff
     from tpplan.report.program_compare import compare
-    from tpplan.report.quantities import encodable
 
     diff = compare(*compared)
-    if arguments.format == "json":
-        text = diff.to_json()
-    elif arguments.format == "markdown":
-        text = diff_markdown(diff)
-    else:
-        text = render_diff(diff, terminal_width(), wants_color(sys.stdout))
-    print(encodable(text, sys.stdout.encoding))
+    print_table(
+        arguments.format,
+        json=diff.to_json,
+        markdown=lambda: diff_markdown(diff),
+        rich=lambda width, color: render_diff(diff, width, color),
+    )
     return FINDINGS if arguments.exit_code and diff.worse else CLEAN
 
 
