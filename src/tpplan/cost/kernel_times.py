@@ -1,9 +1,10 @@
 """How long kernels take on a GPU: the slower of its arithmetic and its memory, and a start.
 
 A product runs in tiles, one on a processor at a time. With few tiles some processors idle, which is the derate of small
-products: the time is that of ⌈tiles / processors⌉ rounds, by the best of four tile sizes. Two numbers, the share of the
-peak that large products reach and the start, are fitted to half of the published products of an H100
-(tests/cost/published/gemm_h100.csv), the other half is held out.
+products: the time is that of ⌈tiles / processors⌉ rounds, by the best of four tile sizes. Products of few rows, as of
+one token for each prompt, share the sum out over processors, and take the time to read the weight (a guess). Two
+numbers, the share of the peak that large products reach and the start, are fitted to half of the published products of
+an H100 (tests/cost/published/gemm_h100.csv), the other half is held out.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tpplan.cost.work import ATTENTION, PRODUCTS, Task
 
 # Tiles (rows, columns), and the rate of a processor on them as a share of that on the largest.
 _TILES = ((128, 256, 1.0), (128, 128, 1.0), (64, 128, 0.7), (64, 64, 0.49))
+_FEW_ROWS = 64  # of which kernels share the sum out, so that no processor idles: the weight's reading is what counts
 _MANY_ROUNDS = 4  # from here on tiles of one round run beside those of the next
 
 
@@ -59,6 +61,8 @@ def _known(cluster: Cluster, dtype: str) -> str:
 
 def _rounds(cluster: Cluster, batch: int, rows: int, columns: int, summed: int) -> float:
     """FLOPs that the rounds of a product take, idle processors included."""
+    if min(rows, columns) <= _FEW_ROWS:
+        return 2 * batch * rows * columns * summed
     best = math.inf
     for high, wide, rate in _TILES:
         tiles = batch * math.ceil(rows / high) * math.ceil(columns / wide)

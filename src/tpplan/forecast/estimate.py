@@ -297,7 +297,10 @@ class _Costing:
 
 
 def _for_one_token(task: Task, sequence: int) -> Task:
-    """A task of a prompt's forward for one token: weights are read whole, rows shrink with the sequence."""
+    """A task of a prompt's forward for one token: weights are read whole, rows shrink with the sequence.
+
+    An attention is that of the prompt's average query; what it takes is the time to read its keys and values.
+    """
 
     def part(n: int) -> int:
         return -(-n // sequence)
