@@ -198,7 +198,7 @@ def _parallelize(
     error: Exception | None = None  # whatever a rank fails with, the others must not wait for it
     inner: Served | None = None
     try:
-        loaded, _ = known_plan(plan, model)
+        loaded, _ = known_plan(plan, model, axis_name(mesh))
     except Exception as raised:
         error = raised
     over = axis_mesh(mesh, None if loaded is None else loaded.axis, tp)
@@ -225,9 +225,9 @@ def _parallelize(
     make_process_changes(group)
 
 
-def axis_name(mesh: DeviceMesh) -> str:
-    """The name of a mesh's one axis."""
-    names = mesh.mesh_dim_names
+def axis_name(mesh: DeviceMesh | None) -> str:
+    """The name of a mesh's one axis; `tp` where there are none or several."""
+    names = mesh.mesh_dim_names if mesh is not None and mesh.ndim == 1 else None
     return names[0] if names else DEFAULT_AXIS
 
 

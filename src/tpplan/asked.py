@@ -26,12 +26,15 @@ from tpplan.taken_models import PLAN
 AskedPlan = Plan | PlanSource | ParallelStyle | Mapping[str, ParallelStyle]
 
 
-def known_plan(plan: AskedPlan, model: nn.Module | None) -> tuple[Plan | None, tuple[Diagnostic, ...]]:
+def known_plan(
+    plan: AskedPlan, model: nn.Module | None, axis: str = DEFAULT_AXIS
+) -> tuple[Plan | None, tuple[Diagnostic, ...]]:
     """The plan, or None if it is to be found; with notes.
 
     Args:
         plan: a plan, what `load_plan` takes, "auto", or styles of torch by pattern.
         model: the stock model, which says what the styles are of; None where there is none yet, for None.
+        axis: which axis styles are over, as they don't name one.
 
     Raises:
         ArgumentError: it is none of these.
@@ -44,7 +47,10 @@ def known_plan(plan: AskedPlan, model: nn.Module | None) -> tuple[Plan | None, t
     styles: Any = {"": plan} if isinstance(plan, ParallelStyle) else plan
     entries = cast("Mapping[Any, Any]", styles if isinstance(styles, Mapping) else {})
     if any(isinstance(style, ParallelStyle) for style in entries.values()):
-        return (None, ()) if model is None else import_styles(model, entries)
+        if model is None:
+            return None, ()
+        imported, notes = import_styles(model, entries)
+        return replace(imported, axis=axis), notes
     if not PLAN.fits(plan):
         raise ArgumentError(refusal("plan", PLAN, plan))
     return load_plan(cast("PlanSource", plan)), ()
@@ -54,7 +60,7 @@ def plan_of(
     plan: AskedPlan, model: nn.Module, tp: int, inputs: object, axis: str = DEFAULT_AXIS
 ) -> tuple[Plan, tuple[Diagnostic, ...]]:
     """As `known_plan`; for "auto", the plan that is found for `tp` ranks, over `axis`."""
-    known, notes = known_plan(plan, model)
+    known, notes = known_plan(plan, model, axis)
     return (found_plan(model, tp, inputs, axis=axis) if known is None else known), notes
 
 

@@ -187,7 +187,7 @@ def _made_ready(asked: _Asked) -> _Ready:
         model.generation_config = read_generation_config(asked.folder)
     model.eval()
     digests = {"configs": _digest(asked.folder), "dtypes": str(dtype), "checkpoints": opened.checkpoint.digest}
-    known, _ = known_plan(asked.plan, model)
+    known, _ = known_plan(asked.plan, model, axis_name(asked.mesh))
     return _Ready(model, _found_plan(model, asked) if known is None else known, opened, digests)
 
 

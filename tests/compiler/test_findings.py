@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -215,3 +217,43 @@ def test_a_single_head_that_all_ranks_need_is_noted_and_no_warning() -> None:
     meant = {"q": "colwise", "{k,v}": "replicate", "o": "rowwise"}
     quiet = tpplan.compile_plan(toys.OneKeyHead(), {"version": 1, "modules": meant}, tp=2, inputs=toys.activations())
     assert not quiet.diagnostics
+
+
+USES_A_LIBRARY = """
+import torch
+from other import Doubled
+
+import tpplan
+
+plan = {"version": 1, "modules": {"linear": "colwise"}}
+tpplan.compile_plan(Doubled(), plan, 2, (torch.empty(2, 4),))
+"""
+LIBRARY = """
+from torch import nn
+
+class Notes:
+    pages = (page for page in ())
+
+class Doubled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x) * 2 if Notes else x
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("folder", "code"), [("dist-packages", 0), ("mine", 1)])
+def test_packages_of_another_folder_than_the_environments_own_are_libraries(
+    folder: str, code: int, tmp_path: Path
+) -> None:
+    place = tmp_path / folder
+    place.mkdir()
+    (place / "other.py").write_text(LIBRARY)
+    paths = os.pathsep.join([str(place), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ran = subprocess.run(
+        [sys.executable, "-c", USES_A_LIBRARY], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    assert (ran.returncode, "TP129" in ran.stderr) == (code, bool(code)), ran.stderr

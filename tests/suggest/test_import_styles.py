@@ -146,7 +146,7 @@ def parallelized(member: Member, plan: Any, tp: int | None, named: bool) -> tupl
 @pytest.mark.parametrize(
     ("plan", "tp", "named", "shape"),
     [("auto", None, False, "(12, 8)"), (TENSOR, 2, False, "(12, 8)"), ("auto", None, True, "(12, 8)"),
-     ("auto", 1, False, "(24, 8)")],
+     (TENSOR, None, True, "(12, 8)"), ("auto", 1, False, "(24, 8)")],
 )  # fmt: skip
 def test_processes_take_them_too(plan: Any, tp: int | None, named: bool, shape: str) -> None:
     for names, error, local in world(2).run(parallelized, plan, tp, named):

@@ -58,7 +58,11 @@ _TOOLS = (
     *(torch.Generator, torch.Stream, torch.Event),
     *(io.IOBase, threading.Thread),
 )
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+# Beside this environment's own: what a venv sees of the system, a user's packages, Debian's.
+LIBRARIES = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | {path for path in sys.path if path.endswith(("site-packages", "dist-packages"))}
+)
 _LONGEST = 60  # a text that names something
 OURS = "_tpplan"  # what we note on modules
 _FEW = 4096  # bytes that are kept as they are
@@ -375,7 +379,7 @@ def is_library(name: str | None) -> bool:
     file: str | None = getattr(sys.modules.get(name), "__file__", None)
     if file is None:
         return name.partition(".")[0] in sys.stdlib_module_names
-    return file.startswith(_LIBRARIES)
+    return file.startswith(LIBRARIES)
 
 
 def _bound_to(held: Any) -> Parts:

@@ -17,7 +17,6 @@ import gc
 import os
 import random
 import sys
-import sysconfig
 import threading
 from array import array
 from collections import OrderedDict, defaultdict, deque
@@ -35,11 +34,10 @@ from tpplan.compat.generators import random_state, set_random_state
 from tpplan.compat.hooks import global_hooks, hooks_of
 from tpplan.compat.modules import named_modules
 from tpplan.compiler.ir.hidden import hidden_tensors, holds_only
-from tpplan.state.parts import functions_in, names_in, slots_of
+from tpplan.state.parts import LIBRARIES, functions_in, names_in, slots_of
 
 Cache = Any  # functools has no public name for what `lru_cache` makes
 _CACHE: Any = type(functools.lru_cache(lambda: None))
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OURS = ("torch", "tpplan", "builtins")
 _SCALARS = frozenset((bool, int, float, str, type(None), tuple))
 CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict))
@@ -376,7 +374,7 @@ def _home(function: Any) -> str:
 def is_users(name: str | None) -> bool:
     """Whether a module of Python isn't part of a library."""
     file: str | None = getattr(sys.modules.get(name or ""), "__file__", None)
-    return name == "__main__" or (file is not None and not file.startswith(_LIBRARIES))
+    return name == "__main__" or (file is not None and not file.startswith(LIBRARIES))
 
 
 def _caches_of(spaces: Iterable[tuple[str, Space]]) -> Iterator[Cache]:
