@@ -16,11 +16,11 @@ BIN     = $(abspath $(VENV))/bin
 PIP     = $(BIN)/python -m pip --quiet --disable-pip-version-check
 # A worker that has run its share takes over what the other hasn't begun.
 PYTEST  = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-SOURCES = src tests docs/tutorials
+SOURCES = src tests docs/tutorials docs/site
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup bytecode test test-slow mutations sweep zoo states generation demo zoo-page lint layers style types format docs bench gpu wheel clean
+.PHONY: help setup bytecode test test-slow mutations sweep zoo states generation demo zoo-page site site-pages lint layers style types format docs bench gpu wheel clean
 
 help:
 	@echo "make test       run the tests                       make test-slow  run the slow ones"
@@ -30,6 +30,7 @@ help:
 	@echo "make zoo        try every architecture, and write docs/coverage.md"
 	@echo "make states     try every use of parameters and states, and write docs/state.md"
 	@echo "make generation try every way of generating, and write docs/generation.md"
+	@echo "make site       build the pages and the API as a site"
 	@echo "make docs       regenerate the generated pages      make wheel      build sdist and wheel into dist/"
 	@echo "make gpu        test kernels and attention, and measure the kernels, on a machine with a GPU and torch, in the interpreter GPU_PYTHON"
 	@echo "make mutations  plant bugs, and say which tests notice"
@@ -105,6 +106,13 @@ docs: $(VENV)/.extra-dev
 	mv plans/plan.schema.json.new plans/plan.schema.json
 	$(BIN)/tpplan rule --all --markdown > docs/diagnostics.md.new
 	mv docs/diagnostics.md.new docs/diagnostics.md
+
+# In an environment of its own, as the zoo. A link that leads nowhere is an error; nothing is loaded from elsewhere.
+site:
+	$(MAKE) VENV=$(VENV)-site site-pages
+site-pages: $(VENV)/.extra-site
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --conf-dir docs/site docs build/site
+	@echo "build/site/index.html"
 
 bench: $(VENV)/.extra-dev
 	$(BIN)/tpplan bench $(ARGS)

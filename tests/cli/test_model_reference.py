@@ -30,7 +30,7 @@ def raises(): raise ValueError("no config")
 model = Net()
 number = 3
 """
-NO_FORM = "is no file or folder, no `hf:MODEL_TYPE` and no `package.module:callable`"
+NO_FORM = "is no file or folder, no `hf:MODEL_TYPE`, no `package.module:callable` and no `FILE.py:callable`"
 WRONG = [
     ("owned:mak", "the module `owned` has no `mak`", "did you mean `owned:make`?"),
     ("owned:Net()", "has no `Net()`", "did you mean `owned:Net`?"),
@@ -44,7 +44,10 @@ WRONG = [
     ("owned:number", "is an `int`", "name a function"),
     ("owned:raises", "raised ValueError: no config", "under `torch.device('meta')`"),
     ("owned.py", "is Python", "`owned:…`"),
-    ("owned.py:make", "is a file's name", "write `owned:make`"),
+    ("absent.py:make", "there is no file `absent.py`", "name a file"),
+    ("owned.py:mak", "the file `owned.py` has no `mak`", "did you mean `owned.py:make`?"),
+    ("broken.py:make", "raised SyntaxError", "`python broken.py` must pass"),
+    ("nets/owned:make", "is no module's name", "`nets/owned.py:make`"),
     ("owned", NO_FORM, "`owned:make_model`"),
     ("owned:", NO_FORM, "`owned:make_model`"),
     (":make", NO_FORM, "`package.module:make_model`"),
@@ -140,7 +143,10 @@ def test_a_model_of_the_hub_is_read_from_the_cache(name: str, tmp_path: Path, mo
     assert str(tmp_path / "hub") in message and "`hf download owner/another config.json`" in way_out
 
 
-@pytest.mark.parametrize(("reference", "given"), [("owned:Net", False), ("owned:pair", True), ("owned:wide", False)])
+@pytest.mark.parametrize(
+    ("reference", "given"),
+    [("owned:Net", False), ("owned:pair", True), ("owned:wide", False), ("owned.py:pair", True)],
+)
 def test_a_callable_makes_the_model_on_meta(reference: str, given: bool) -> None:
     model, inputs = load_model(reference, {"width": "3"} if reference.endswith("wide") else {})
     assert next(model.parameters()).is_meta and (inputs is not None) is given

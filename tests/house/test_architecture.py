@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 DOCS, PACKAGE = ROOT / "docs", ROOT / "src" / "tpplan"
 PAGE = (DOCS / "architecture.md").read_text(encoding="utf-8")
 NOTES = sorted((DOCS / "decisions").glob("*.md"))
-PAGES = [*DOCS.glob("*.md"), *NOTES, ROOT / "README.md"]
+PAGES = [*DOCS.glob("*.md"), *NOTES, *ROOT.glob("*.md")]
 _FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
@@ -65,8 +66,26 @@ def test_files_that_are_named_are_there(path: Path) -> None:
     assert not missing
 
 
+@cache
+def anchors(page: Path) -> frozenset[str]:
+    """What GitHub and the site call a page's headings."""
+    found: list[str] = []
+    for title in re.findall(r"^#+ +(.+?) *$", _FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE):
+        shown = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title)
+        slug = re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
+        found.append(f"{slug}-{found.count(slug)}" if slug in found else slug)
+    return frozenset(found)
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_links_lead_somewhere(path: Path) -> None:
-    text = _FENCED.sub("", path.read_text(encoding="utf-8"))
-    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)]
-    assert not [t for t in targets if t and "://" not in t and not (path.parent / t).exists()]
+    for link in re.findall(r"\]\(([^)\s]+)\)", _FENCED.sub("", path.read_text(encoding="utf-8"))):
+        target, _, anchor = link.partition("#")
+        there = path.parent / target if target else path
+        assert "://" in target or there.exists(), link
+        assert not anchor or "://" in target or anchor in anchors(there), link
+
+
+def test_the_site_has_each_page() -> None:
+    index = (DOCS / "site" / "index.md").read_text(encoding="utf-8")
+    assert not [page.name for page in DOCS.glob("*.md") if f"\n../{page.stem}\n" not in index]

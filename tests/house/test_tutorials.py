@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.torchrun import torchrun
+from tpplan.cli.main import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -30,6 +31,23 @@ def test_finetune_and_then_lora(tmp_path: Path) -> None:
 def test_fsdp_around_tensor_parallelism(tmp_path: Path) -> None:
     _check(torchrun(FOLDER / "fsdp.py", 4, "--steps", "4", folder=tmp_path).stdout, tmp_path, "fsdp")
     assert (tmp_path / "out" / "fsdp" / "model.safetensors").is_file()
+
+
+def test_a_model_of_ones_own(tmp_path: Path) -> None:
+    said = torchrun(FOLDER / "own.py", 2, "--steps", "8", folder=tmp_path).stdout
+    _check(said, tmp_path, "own")
+    assert "loaded again, the model computes the same" in said
+    assert (
+        main(["suggest", "--model", f"{FOLDER / 'own.py'}:example", "--tp", "2", "4", "-o", str(tmp_path / "own.yaml")])
+        == 0
+    )
+    assert (tmp_path / "own.yaml").read_text() == (FOLDER / "own.yaml").read_text()
+
+
+def test_precision_is_that_of_the_unsharded_model(tmp_path: Path) -> None:
+    for ranks in ("1", "2"):
+        said = torchrun(FOLDER / "precision.py", 2, "--steps", "3", "--ranks", ranks, folder=tmp_path).stdout
+        assert re.search(rf"autocast, {ranks} ranks: loss \d\.\d+, \d+ MiB a rank at the peak", said), said
 
 
 def test_serving_answers_as_the_unsharded_model_does(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MODEL_HELP = (
     "a folder or file with a transformers config.json, a model in the Hugging Face cache (OWNER/NAME), hf:MODEL_TYPE, "
-    "or package.module:callable"
+    "package.module:callable or FILE.py:callable"
 )
 PLAN_HELP = "a plan file, or a shipped plan's name"
 PICTURES = ("html", "svg", "mermaid")

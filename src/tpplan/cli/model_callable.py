@@ -1,4 +1,4 @@
-"""The model that a `package.module:callable` makes, on the meta device."""
+"""The model that a `package.module:callable` or `FILE.py:callable` makes, on the meta device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import inspect
 import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tpplan.cli.model_problem import first_line, problem
@@ -55,9 +57,14 @@ def require_module(module: str, name: str, reference: str) -> None:
     """Report a module that can't be there; nothing is imported."""
     if "" not in sys.path:
         sys.path.insert(0, "")
-    if module.endswith(".py") or "/" in module:
-        dotted = module.removesuffix(".py").removeprefix("./").replace("/", ".").strip(".")
-        raise problem(f"`{module}` is a file's name, not a module's", f"write `{dotted}:{name}`")
+    if module.endswith(".py"):
+        if not Path(module).is_file():
+            raise problem(f"there is no file `{module}` to take `{name}` from", "name a file on this machine")
+        return
+    if "/" in module:
+        raise problem(
+            f"`{module}` is no module's name", f"write `package.module:{name}`, or a file: `{module}.py:{name}`"
+        )
     outermost = module.partition(".")[0]
     if outermost not in sys.modules and (not outermost or find_spec(outermost) is None):
         raise _no_module(outermost, reference)
@@ -73,7 +80,7 @@ def _no_module(module: str, reference: str) -> PlanError:
 def _imported(module: str, name: str, reference: str) -> Any:
     """What stands in a module under a name."""
     try:
-        held = importlib.import_module(module)
+        held = _of_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             message = f"importing `{module}` needs `{error.name}`, which isn't installed"
@@ -81,7 +88,8 @@ def _imported(module: str, name: str, reference: str) -> Any:
         raise _no_module(error.name, reference) from None
     except Exception as error:  # whatever the module raises is the finding
         message = f"importing `{module}` raised {type(error).__name__}: {first_line(error)}"
-        raise problem(message, f"mend it: `python -c 'import {module}'` must pass") from None
+        passes = f"python {module}" if module.endswith(".py") else f"python -c 'import {module}'"
+        raise problem(message, f"mend it: `{passes}` must pass") from None
     if hasattr(held, name):
         return getattr(held, name)
     makers = [key for key, value in vars(held).items() if callable(value) and not key.startswith("_")]
@@ -91,7 +99,18 @@ def _imported(module: str, name: str, reference: str) -> Any:
         way_out = f"did you mean `{module}:{close[0]}`?"
     else:
         way_out = f"it has {all_of(own[:_LISTED])}" if own else _NAME_A_MAKER
-    raise problem(f"the module `{module}` has no `{name}`", way_out)
+    raise problem(f"{'the file' if module.endswith('.py') else 'the module'} `{module}` has no `{name}`", way_out)
+
+
+def _of_file(path: Path) -> ModuleType:
+    """A file as a module, which finds those beside it, as a script does."""
+    sys.path.insert(0, str(path.parent.resolve()))
+    name = path.stem if path.stem not in sys.modules else f"_{path.stem}"
+    spec = spec_from_file_location(name, path.resolve())
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _check_arguments(make: Any, overrides: Mapping[str, Any], reference: str) -> None:

@@ -81,9 +81,8 @@ def named_model(reference: str) -> _Made:
     if colon and prefix and name:
         require_module(prefix, name, reference)
         return lambda overrides, _: from_callable(prefix, name, overrides, reference)
-    raise problem(
-        f"`{reference}` is no file or folder, no `hf:MODEL_TYPE` and no `package.module:callable`", _meant(reference)
-    )
+    forms = "no file or folder, no `hf:MODEL_TYPE`, no `package.module:callable` and no `FILE.py:callable`"
+    raise problem(f"`{reference}` is {forms}", _meant(reference))
 
 
 def _of_transformers(reference: str, read: Callable[[], StoredConfig]) -> _Made:

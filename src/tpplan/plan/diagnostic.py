@@ -58,7 +58,7 @@ class Diagnostic:
 
     @property
     def headline(self) -> str:
-        """The finding in one line: `plans/llama.yaml:9:3: TP012 unmatched-pattern: …`."""
+        """The finding in one line, with its place, code, name and message."""
         prefix = f"{self.place}: " if self.place else ""
         return f"{prefix}{self.title}: {self.message}"
 

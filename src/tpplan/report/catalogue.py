@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from textwrap import fill, indent
 
@@ -57,6 +58,10 @@ def _anchor(entry: CatalogueEntry) -> str:
 
 
 def _language(example: str) -> str:
+    """What an example is written in: a plan begins with a key, whatever comments stand before it."""
+    (first, *_) = [line for line in example.splitlines() if line.strip() and not line.startswith("#")] or [""]
     if example.startswith("$ "):
         return "console"
-    return "python" if example.startswith(("import ", "from ", "model", "tpplan.", "class ")) else "yaml"
+    if re.match(r"""[-\w.*"{},]+:""", first):
+        return "yaml"
+    return "sh" if first.startswith(("tpplan ", "torchrun ", "TPPLAN_")) else "python"
