@@ -21,6 +21,7 @@ MODEL_HELP = (
     "package.module:callable or FILE.py:callable"
 )
 PLAN_HELP = "a plan file, or a shipped plan's name"
+AUTO_HELP = f"{PLAN_HELP}, or auto to have one found"
 PICTURES = ("html", "svg", "mermaid")
 _PIPED_WIDTH = 100
 _NO_MODEL = "the following arguments are required: --model"  # argparse's words

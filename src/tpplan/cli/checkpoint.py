@@ -8,12 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from tpplan.cli.arguments import (
-    PLAN_HELP,
+    AUTO_HELP,
     add_command,
     add_model_arguments,
     add_text_format_argument,
 )
-from tpplan.cli.compile_model import compile_for, findings_for, model_and_inputs, ranks_text, refuse_model_options
+from tpplan.cli.compile_model import (
+    compile_for,
+    findings_for,
+    model_and_inputs,
+    plan_checked,
+    plan_named,
+    ranks_text,
+    refuse_model_options,
+)
 from tpplan.cli.exit_codes import CLEAN, UsageError, exit_code
 from tpplan.cli.finding_options import add_finding_arguments, show_findings
 
@@ -62,7 +70,7 @@ def register(subparsers: Subparsers) -> None:
         description="Show a checkpoint's tensors, dtypes and sizes; with a plan, the bytes that a rank reads.",
         examples=_INSPECT,
     )
-    inspect.add_argument("--plan", metavar="PLAN", help=f"{PLAN_HELP}; needs --model")
+    inspect.add_argument("--plan", metavar="PLAN", help=f"{AUTO_HELP}; needs --model")
     add_text_format_argument(inspect, "every tensor as JSON")
     add_model_arguments(inspect, required=False)
     check = _add_action(
@@ -74,7 +82,7 @@ def register(subparsers: Subparsers) -> None:
         examples=_CHECK,
     )
     check.set_defaults(together=True)
-    check.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
+    check.add_argument("plan", metavar="PLAN", help=AUTO_HELP)
     add_finding_arguments(check)
     add_model_arguments(check, required=True)
 
@@ -96,10 +104,9 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     if arguments.model is None:
         refuse_model_options(arguments)
     from tpplan.checkpoint.files import find_checkpoint
-    from tpplan.plan import load_plan
 
     find_checkpoint(arguments.path)
-    plan = None if arguments.plan is None else load_plan(arguments.plan)
+    plan = None if arguments.plan is None else plan_named(arguments.plan)
     given = None if arguments.model is None else model_and_inputs(arguments)
 
     from tpplan.checkpoint.stored import read_checkpoint
@@ -126,19 +133,18 @@ def run_check(arguments: argparse.Namespace) -> int:
     """Print every finding about the plan, the model and the checkpoint; the exit code says whether it would load."""
     from tpplan.checkpoint.files import find_checkpoint
     from tpplan.cli.model_reference import named_model
-    from tpplan.plan import check_plan
 
-    plan, findings = check_plan(arguments.plan)
+    plan, findings = plan_checked(arguments.plan, arguments.model)
     _, unfound = _tried(lambda: find_checkpoint(arguments.path))
     _, unnamed = _tried(lambda: named_model(arguments.model))
-    findings += (*unfound, *unnamed)
+    findings += [*unfound, *unnamed]
     if exit_code(findings) == CLEAN and plan is not None:
         findings += _misfits(arguments, plan)
     good = f"{arguments.path} would load into {arguments.model} at {ranks_text(arguments)}."
     return show_findings(findings, arguments, good)
 
 
-def _misfits(arguments: argparse.Namespace, plan: Plan) -> list[Diagnostic]:
+def _misfits(arguments: argparse.Namespace, plan: Plan | str) -> list[Diagnostic]:
     from tpplan.checkpoint.stored import read_checkpoint
 
     checkpoint, findings = _tried(lambda: read_checkpoint(arguments.path))

@@ -32,9 +32,25 @@ def ranks_text(arguments: argparse.Namespace) -> str:
 
 def plan_named(text: str) -> Plan | str:
     """The plan of a file or of a shipped plan's name; "auto" stays what it is, for one to be found for the model."""
-    from tpplan.plan import find_plan, load_plan
+    from tpplan.plan import load_plan
 
-    return text if text == AUTO and find_plan(text) is None else load_plan(text)
+    return text if _is_to_be_found(text) else load_plan(text)
+
+
+def plan_checked(text: str, model: str | None) -> tuple[Plan | str | None, list[Diagnostic]]:
+    """As `plan_named`, with every finding about the plan in place of an error; without a model none can be found."""
+    from tpplan.plan import check_plan
+
+    if model is not None and _is_to_be_found(text):
+        return text, []
+    plan, findings = check_plan(text)
+    return plan, [*findings]
+
+
+def _is_to_be_found(text: str) -> bool:
+    from tpplan.plan import find_plan
+
+    return text == AUTO and find_plan(text) is None
 
 
 def model_and_inputs(arguments: argparse.Namespace, *, sized: bool = True, **options: bool) -> tuple[nn.Module, Any]:
@@ -65,7 +81,7 @@ def compile_for(
 
 
 def findings_for(
-    arguments: argparse.Namespace, plans: Iterable[Plan], model: nn.Module, inputs: Any
+    arguments: argparse.Namespace, plans: Iterable[Plan | str], model: nn.Module, inputs: Any
 ) -> list[Diagnostic]:
     """Compile each plan at each number of ranks; every finding, whether or not they compile."""
     from tpplan.plan import PlanError
@@ -85,14 +101,14 @@ def findings_for(
     return findings
 
 
-def _told(diagnostic: Diagnostic, plan: Plan, sizes: Sequence[int], met: Sequence[int], shown: str) -> Diagnostic:
+def _told(diagnostic: Diagnostic, plan: Plan | str, sizes: Sequence[int], met: Sequence[int], shown: str) -> Diagnostic:
     """A finding with the numbers of ranks at which it was met, if not at all, and with a place where one is wanted."""
     from tpplan.plan import Position, Span
 
     if len(met) < len(sizes):
         where = ", ".join(f"tp={size}" for size in met)
         diagnostic = replace(diagnostic, message=f"{diagnostic.message} (at {where})")
-    if diagnostic.span is None and shown in PLACED and plan.sources:
+    if diagnostic.span is None and shown in PLACED and not isinstance(plan, str) and plan.sources:
         diagnostic = replace(diagnostic, span=Span(plan.sources[0], Position(1, 1), Position(1, 2)))
     return diagnostic
 

@@ -33,8 +33,9 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 def _plans(prefix: str, **_: object) -> list[str]:
     from tpplan.plan import shipped_plan_names
+    from tpplan.plan.vocabulary import AUTO
 
-    return [*shipped_plan_names(), *_files(prefix, "*.y*ml")]
+    return [AUTO, *shipped_plan_names(), *_files(prefix, "*.y*ml")]
 
 
 def _files(prefix: str, pattern: str) -> list[str]:
@@ -52,7 +53,7 @@ def _codes(**_: object) -> list[str]:
 def _models(prefix: str, **_: object) -> list[str]:
     from tpplan.hf.configs import known_types
 
-    return [*(f"hf:{kind}" for kind in known_types()), *_files(prefix, "*.json")]
+    return [*(f"hf:{kind}" for kind in known_types()), *_files(prefix, "*.json"), *_files(prefix, "*.py")]
 
 
 _COMPLETERS: dict[str, Callable[..., list[str]]] = {

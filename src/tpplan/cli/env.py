@@ -8,8 +8,8 @@ import platform
 import sys
 from typing import TYPE_CHECKING
 
-from tpplan.cli.arguments import add_command, add_model_arguments
-from tpplan.cli.compile_model import compile_for, model_and_inputs, refuse_model_options
+from tpplan.cli.arguments import AUTO_HELP, add_command, add_model_arguments
+from tpplan.cli.compile_model import compile_for, model_and_inputs, plan_named, refuse_model_options
 from tpplan.cli.exit_codes import CLEAN, UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def register(subparsers: Subparsers) -> None:
         description="Print versions, devices and settings; with a plan and a model, the digest of their program.",
         examples=_EXAMPLES,
     )
-    parser.add_argument("--plan", metavar="PLAN", help="a plan file, or a shipped plan's name; needs --model")
+    parser.add_argument("--plan", metavar="PLAN", help=f"{AUTO_HELP}; needs --model")
     add_model_arguments(parser, required=False)
     parser.set_defaults(run=run)
 
@@ -40,15 +40,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Print a line for each fact."""
     from importlib.metadata import PackageNotFoundError, version
 
-    from tpplan.plan import load_plan
-
     if (arguments.plan is None) != (arguments.model is None):
         raise UsageError("--plan and --model go together: they make a program")
     plan = None
     if arguments.model is None:
         refuse_model_options(arguments)
     else:
-        plan = load_plan(arguments.plan)
+        plan = plan_named(arguments.plan)
     facts = {"python": platform.python_version(), "platform": platform.platform(), "cpus": str(os.cpu_count())}
     for package in _PACKAGES:
         try:
@@ -59,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     facts |= {name: value for name, value in sorted(os.environ.items()) if name.startswith("TPPLAN_")}
     if plan is not None:
         program = compile_for(arguments, plan, *model_and_inputs(arguments))
-        facts["program"] = f"{program.digest} ({plan.name} for {program.model} at tp={program.size})"
+        facts["program"] = f"{program.digest} ({arguments.plan} for {program.model} at tp={program.size})"
     for name, value in facts.items():
         print(f"{name:<12}  {value}")
     sys.stdout.flush()

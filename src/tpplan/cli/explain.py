@@ -8,8 +8,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from tpplan.cli.arguments import (
+    AUTO_HELP,
     PICTURES,
-    PLAN_HELP,
     add_command,
     add_model_arguments,
     add_text_format_argument,
@@ -50,7 +50,7 @@ def register(subparsers: Subparsers) -> None:
         description="Show what each module becomes, every collective, its bytes, the memory of a rank, and why.",
         examples=_EXAMPLES,
     )
-    parser.add_argument("plan", metavar="PLAN", help=f"{PLAN_HELP}, or auto to have one found")
+    parser.add_argument("plan", metavar="PLAN", help=AUTO_HELP)
     parser.add_argument(
         "module", nargs="?", metavar="MODULE", help="why this module, or those of a pattern, became what they did"
     )

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpplan.cli.arguments import PLAN_HELP, add_command, add_model_arguments, add_output_argument
-from tpplan.cli.compile_model import compile_for, model_and_inputs, ranks_of, refuse_model_options
+from tpplan.cli.arguments import AUTO_HELP, add_command, add_model_arguments, add_output_argument
+from tpplan.cli.compile_model import compile_for, model_and_inputs, plan_named, ranks_of, refuse_model_options
 from tpplan.cli.exit_codes import CLEAN, UsageError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def register(subparsers: Subparsers) -> None:
         description="Write a plan as the tensor-parallel plan that another library reads.",
         examples=_EXAMPLES,
     )
-    parser.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
+    parser.add_argument("plan", metavar="PLAN", help=f"{AUTO_HELP} for --model")
     parser.add_argument("--to", choices=("transformers",), required=True, help="the library that is to read it")
     add_output_argument(parser, "it (default: standard output)", "-o", "--out")
     add_model_arguments(parser, required=False)
@@ -46,10 +46,7 @@ def register(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the plan; findings that keep it from being written are raised."""
-    from tpplan.plan import load_plan
-
-    plan = load_plan(arguments.plan)
-    exported = _exported(arguments, plan)
+    exported = _exported(arguments, plan_named(arguments.plan))
     if arguments.out is None:
         print(exported.to_json(), end="")
     else:
@@ -65,18 +62,24 @@ def run(arguments: argparse.Namespace) -> int:
     return CLEAN
 
 
-def _exported(arguments: argparse.Namespace, plan: Plan) -> Exported:
+def _exported(arguments: argparse.Namespace, plan: Plan | str) -> Exported:
     if arguments.model is None:
         arguments.model = _architecture(arguments.plan)
     if arguments.model is None:
         refuse_model_options(arguments)
+        from tpplan.plan import load_plan
         from tpplan.suggest import export_rules
 
-        return export_rules(plan)
+        return export_rules(load_plan(plan) if isinstance(plan, str) else plan)  # none is found without a model
     model, inputs = model_and_inputs(arguments)
     from tpplan.suggest import export_program
 
-    whole, sizes = plan.with_whole_sequences(), arguments.sizes or [ranks_of(arguments)]
+    sizes = arguments.sizes or [ranks_of(arguments)]
+    if isinstance(plan, str):
+        from tpplan.api import suggest_plan
+
+        plan = suggest_plan(model, max(sizes), inputs=inputs)
+    whole = plan.with_whole_sequences()
     found = {n: export_program(compile_for(arguments, whole, model, inputs, n), plan, model) for n in sizes}
     first = found[sizes[0]]
     other = next((size for size in sizes if found[size].to_json() != first.to_json()), None)

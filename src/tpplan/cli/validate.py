@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from tpplan.cli.arguments import add_command, add_model_arguments
-from tpplan.cli.compile_model import findings_for, model_and_inputs, ranks_text, refuse_model_options
+from tpplan.cli.arguments import PLAN_HELP, add_command, add_model_arguments
+from tpplan.cli.compile_model import findings_for, model_and_inputs, plan_checked, ranks_text, refuse_model_options
 from tpplan.cli.finding_options import add_finding_arguments, show_findings
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def register(subparsers: Subparsers) -> None:
         description="Check plans, and report every finding at its place. With --model, compile them for that model.",
         examples=_EXAMPLES,
     )
-    parser.add_argument("plans", nargs="+", metavar="PLAN", help="a plan file, a shipped plan's name, or - for stdin")
+    parser.add_argument("plans", nargs="+", metavar="PLAN", help=f"{PLAN_HELP}, auto, or - for stdin")
     add_finding_arguments(parser)
     add_model_arguments(parser, required=False)
     parser.add_argument(
@@ -48,14 +48,14 @@ def register(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check every plan; the exit code says whether any has errors."""
-    from tpplan.plan import PlanError, check_plan
+    from tpplan.plan import PlanError
 
     if arguments.model is None:
         refuse_model_options(arguments)
     diagnostics: list[Diagnostic] = []
-    plans: list[Plan] = []
+    plans: list[Plan | str] = []
     for source in arguments.plans:
-        plan, findings = check_plan(_standard_input() if source == "-" else source)
+        plan, findings = plan_checked(_standard_input() if source == "-" else source, arguments.model)
         diagnostics += findings
         if plan is not None:
             plans.append(plan)

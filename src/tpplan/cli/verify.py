@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from tpplan.cli.arguments import PLAN_HELP, add_command, add_model_arguments, add_text_format_argument, terminal_width
+from tpplan.cli.arguments import AUTO_HELP, add_command, add_model_arguments, add_text_format_argument, terminal_width
 from tpplan.cli.compile_model import model_and_inputs, plan_named, ranks_of
 from tpplan.cli.exit_codes import CLEAN, FINDINGS, UsageError
 
@@ -34,7 +34,7 @@ def register(subparsers: Subparsers) -> None:
         description="Compare outputs and every gradient of the sharded program with those of the unsharded model.",
         examples=_EXAMPLES,
     )
-    parser.add_argument("plan", metavar="PLAN", help=f"{PLAN_HELP}, or auto to have one found")
+    parser.add_argument("plan", metavar="PLAN", help=AUTO_HELP)
     parser.add_argument(
         "--processes", action="store_true", help="run a process for each rank, with gloo, instead of simulated ranks"
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tpplan.plan.diagnostic import Diagnostic
 from tpplan.plan.locate import shipped_plan_names, shipped_plan_paths
+from tpplan.plan.vocabulary import AUTO
 from tpplan.plan.wording import all_of, one_of
 
 _CLASS = re.compile(r"\b(?!AutoModel)[A-Z]\w*(?:Model|For[A-Z]\w*|Transformer\w*)\b")
@@ -69,6 +70,8 @@ def shipped_help(text: str) -> str:
     """What to do where `text` is no plan: the nearest shipped ones, and how to list them."""
     from difflib import get_close_matches
 
+    if text == AUTO:
+        return "`auto` is found for a model: name one, or write it down by `tpplan suggest --model REF -o FILE`"
     names = shipped_plan_names()
     if not names:
         return "check the path"
