@@ -25,8 +25,8 @@ from tpplan.checkpoint.files import CheckpointError, problem
 from tpplan.checkpoint.loading import load
 from tpplan.checkpoint.meter import Meter
 from tpplan.checkpoint.opened import Opened, open_checkpoint
-from tpplan.checkpoint.progress import Progress
 from tpplan.checkpoint.stored import Checkpoint, read_checkpoint
+from tpplan.checkpoint.told_bytes import Progress
 from tpplan.checkpoint.wanted import match
 from tpplan.hf.build import build_stock, named_class
 from tpplan.hf.configs import CONFIG, GENERATION, StoredConfig, read_config, read_generation_config

@@ -219,11 +219,22 @@ def test_progress_is_told(tmp_path: Path) -> None:
     assert [done for done, _ in told] == sorted({done for done, _ in told}) and told[-1][0] == told[-1][1]
 
 
-def test_progress_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_shown_on_a_terminal(
+    terminal: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = _saved(tmp_path)
+    monkeypatch.setattr("tpplan.progress.wants_progress", lambda _: terminal)
     model = Packs()
     tpplan.load_weights(model, tmp_path, progress=True)
-    assert "loading" in capsys.readouterr().err and _holds(model, state)
+    assert _holds(model, state)
+    told: list[tuple[int, int]] = []
+    tpplan.save_weights(model, tmp_path / "again", progress=lambda done, total: told.append((done, total)))
+    size = sum(tensor.nbytes for tensor in state.values())
+    assert told[-1] == (size, size) and told == sorted(told)
+    tpplan.save_weights(model, tmp_path / "once more", progress=True)
+    said = capsys.readouterr().err
+    assert ("loading weights" in said, "saving weights" in said) == (terminal, terminal) and (terminal or not said)
 
 
 def test_a_backward_that_began_before_a_load_is_refused_by_autograd(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ambience", "taken_models"),
     ("compat",),
     ("plan",),
+    ("progress",),
 )
 # The same inside of the compiler; "" is for the files beside its folders.
 STAGES = ("", "emit", "explain", "check", "place", "rewrite", "bind", "rules", "trace", "ir")

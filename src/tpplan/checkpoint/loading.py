@@ -19,10 +19,10 @@ from tpplan.checkpoint.files import CheckpointError, finding, listed, unreadable
 from tpplan.checkpoint.header import Stored
 from tpplan.checkpoint.meter import Meter
 from tpplan.checkpoint.opened import Opened, open_checkpoint
-from tpplan.checkpoint.progress import Progress, shown
 from tpplan.checkpoint.ranges import elements
 from tpplan.checkpoint.reading import Files
 from tpplan.checkpoint.stored import alike
+from tpplan.checkpoint.told_bytes import Progress, shown
 from tpplan.checkpoint.wanted import Match, Wanted, match
 from tpplan.compat.dtensors import local_of
 from tpplan.plan import Diagnostic, Severity
@@ -161,7 +161,7 @@ def load(
     assert job is not None
     strange: list[Diagnostic] = []
     try:
-        with shown(progress, ranks.speaks) as tell:
+        with shown("loading weights", progress, ranks.speaks) as tell:
             strange = _read(job, tell)
     except Exception as raised:
         error = raised

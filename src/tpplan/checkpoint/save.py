@@ -17,6 +17,7 @@ from tpplan.checkpoint.saved_configs import write_configs
 from tpplan.checkpoint.saving_ranks import Ranks
 from tpplan.checkpoint.stored_tensors import File, entries_of, in_files
 from tpplan.checkpoint.stream import stream
+from tpplan.checkpoint.told_bytes import Progress, shown
 from tpplan.checkpoint.writer import FileWriter, write_file
 from tpplan.plan.taken import FOLDER, takes
 from tpplan.plan.warned import warn_user
@@ -28,7 +29,13 @@ FILE_BYTES = 5 * 1024**3
 
 
 @takes(model=MODEL, folder=FOLDER)
-def save_weights(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes: int = FILE_BYTES) -> None:
+def save_weights(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    file_bytes: int = FILE_BYTES,
+    progress: bool | Progress | None = None,
+) -> None:
     """Write a parallelized (or a stock) model as a checkpoint of the stock model.
 
     Every rank of the world must call this. Where all see the same folder, each writes some of the files; otherwise the
@@ -41,6 +48,8 @@ def save_weights(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes
         model: the model.
         folder: where to; made if need be. A checkpoint that is there is replaced.
         file_bytes: the size past which a further file is begun.
+        progress: True for a bar on the first rank's terminal, or a function that is called with the bytes that this
+            rank has written and all that it will.
 
     Warns:
         UserWarning: a tensor has a NaN; or the checkpoint is written, but something old couldn't be removed.
@@ -59,7 +68,8 @@ def save_weights(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes
     with bare(without_replicas(model)) as stock:
         saving = _planned(stock, Path(folder), file_bytes, ranks)
         try:
-            nan = _write(saving, stock)
+            with shown("saving weights", progress, ranks.rank == 0) as tell:
+                nan = _write(saving, stock, tell)
         except CheckpointError:
             if ranks.rank == 0:
                 _undo(saving.stage.folder)
@@ -123,11 +133,11 @@ def _planned(model: nn.Module, folder: Path, file_bytes: int, ranks: Ranks) -> _
     return _Saving(ranks, stage, files, writers)
 
 
-def _write(saving: _Saving, model: nn.Module) -> list[str]:
+def _write(saving: _Saving, model: nn.Module, tell: Progress) -> list[str]:
     """Write all files and commit them; returns the names of tensors with a NaN."""
     ranks, stage = saving.ranks, saving.stage
     ranks.first(lambda: _write_small(saving, model))
-    sink = FileWriter([(stage.staged(name), file) for name, file in saving.own])
+    sink = FileWriter([(stage.staged(name), file) for name, file in saving.own], tell)
 
     def send() -> set[str]:
         try:

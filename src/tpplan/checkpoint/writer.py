@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,10 @@ class FileWriter:
     `finish` raises the error.
     """
 
-    def __init__(self, files: Sequence[tuple[Path, File]]) -> None:
-        """Write these files, whose numbers come file by file."""
+    def __init__(self, files: Sequence[tuple[Path, File]], tell: Callable[[int, int], None]) -> None:
+        """Write these files, whose numbers come file by file; `tell` hears how many bytes of how many."""
+        self._tell = tell
+        self._written, self._all = 0, sum(file.bytes for _, file in files)
         self._waiting = list(files)
         self._descriptor: int | None = None
         self._left = 0
@@ -40,6 +42,8 @@ class FileWriter:
             if self._error is None and self._descriptor is not None:
                 write_all(self._descriptor, _bytes_of(block))
                 self._left -= block.nbytes
+                self._written += block.nbytes
+                self._tell(self._written, self._all)
         except OSError as error:
             self._error = error
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tpplan.cli.exit_codes import UsageError
 from tpplan.cli.finding_options import PLACED
 from tpplan.plan.vocabulary import AUTO
+from tpplan.progress import doing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,7 +68,8 @@ def model_and_inputs(arguments: argparse.Namespace, *, sized: bool = True, **opt
     from tpplan.cli.model_reference import load_model
 
     sizes = {"batch": arguments.batch, "sequence": arguments.sequence} if sized else {}
-    return load_model(arguments.model, dict(arguments.overrides), **sizes, **options)
+    with doing("building the model"):
+        return load_model(arguments.model, dict(arguments.overrides), **sizes, **options)
 
 
 def compile_for(

@@ -32,6 +32,7 @@ from tpplan.cli import (
 from tpplan.cli.arguments import PICTURES, with_sizes_apart
 from tpplan.cli.completion import complete
 from tpplan.cli.exit_codes import BROKEN_PIPE, CLEAN, FAILED, INTERRUPTED, UsageError, exit_code
+from tpplan.progress import shown
 
 if TYPE_CHECKING:
     from tpplan.plan import Diagnostic
@@ -109,7 +110,8 @@ def _run_each(parsed: argparse.Namespace, sizes: list[int]) -> int:
 def _run(parsed: argparse.Namespace) -> int:
     """Run the command, and make an exit code of whatever happens."""
     try:
-        code = parsed.run(parsed)
+        with shown():
+            code = parsed.run(parsed)
         sys.stdout.flush()
         return code
     except BrokenPipeError:

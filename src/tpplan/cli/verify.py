@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tpplan.cli.arguments import AUTO_HELP, add_command, add_model_arguments, add_text_format_argument, terminal_width
 from tpplan.cli.compile_model import model_and_inputs, plan_named, ranks_of
 from tpplan.cli.exit_codes import CLEAN, FINDINGS, UsageError
+from tpplan.progress import doing, tell
 
 if TYPE_CHECKING:
     from tpplan.cli.arguments import Subparsers
@@ -60,24 +61,21 @@ def run(arguments: argparse.Namespace) -> int:
     from tpplan.parity import VerifyError, verify
 
     try:
-        report = verify(
-            model,
-            plan,
-            ranks_of(arguments),
-            inputs,
-            processes=arguments.processes,
-            dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
-            seed=arguments.seed,
-            progress=_tell,
-        )
+        with doing("verifying"):
+            report = verify(
+                model,
+                plan,
+                ranks_of(arguments),
+                inputs,
+                processes=arguments.processes,
+                dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+                seed=arguments.seed,
+                progress=tell,
+            )
     except VerifyError as error:
         raise UsageError(str(error)) from error
     _print(report, arguments.format)
     return CLEAN if report.ok else FINDINGS
-
-
-def _tell(stage: str) -> None:
-    print(f"tpplan verify: {stage} …", file=sys.stderr, flush=True)
 
 
 def _print(report: ParityReport, chosen: str) -> None:

@@ -64,6 +64,7 @@ from tpplan.compiler.trace.surroundings import same_files
 from tpplan.compiler.trace.unread import are_read_for_nobody, with_unread
 from tpplan.ops.declared import check_rule, scoped_rules
 from tpplan.plan import CompileError, Diagnostic, Severity, Style
+from tpplan.progress import doing
 from tpplan.state.reads import ANYTHING, functions_read, kinds_of, reads
 
 
@@ -374,6 +375,7 @@ def _filled(trace: Trace, features: Features) -> Features:
     return frozenset(packs for packs in features if sum(pack.size for pack in packs) in made)
 
 
+@doing("running the model on shapes")
 def _capture(request: Request, findings: Sequence[Diagnostic]) -> tuple[Trace, Capture]:
     """Record the model in the mode of the request; without one, in training, or in evaluation if that fails."""
     errors: list[BaseException] = []

@@ -52,6 +52,7 @@ from tpplan.compiler.refine import refine, unrecorded
 from tpplan.compiler.rules.propagate import Propagator
 from tpplan.cost.communication import NVLINK
 from tpplan.plan import CompileError, Diagnostic, InternalError
+from tpplan.progress import doing
 
 _ROUNDS = 64
 
@@ -102,6 +103,7 @@ class _Solver:
         self._table = RegionTable()
         self._instances: dict[frozenset[str], Instance] = {}
 
+    @doing("placing collectives")
     def place(self, learned: Learned) -> Placed:
         """The cheapest placement; on failure, set the operation aside and look for the next mistake, to report all."""
         problem, trace = self._problem, self._problem.trace

@@ -32,6 +32,7 @@ from tpplan.forecast.measurement import Measurement
 from tpplan.inputs import with_labels
 from tpplan.plan import ArgumentError, CompileError, Plan, load_plan
 from tpplan.plan.locate import shipped_plan_names
+from tpplan.progress import doing
 from tpplan.runtime.compiled.compiled_before import bare
 from tpplan.served import served
 from tpplan.suggest import search, write_plan
@@ -96,7 +97,7 @@ def advise(
         subject = _AdvisedModel(stock, batch, sequence, inference, inputs)
         around = _Choices(subject, cluster, available, gpus, optimizer, compiled)
         most = _NODES_OF_TP * cluster.in_node
-        rows = [row for tp in _divisors(gpus) if tp <= most for row in around.rows(tp)]
+        rows = [row for tp in _divisors(gpus) if tp <= most for row in doing(f"tp={tp}")(around.rows)(tp)]
         best = around.best(rows)
         rows = [around.told(row, recommended=row is best) for row in rows]
         smallest = around.smallest()

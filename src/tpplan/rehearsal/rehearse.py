@@ -43,6 +43,7 @@ from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.cost.communication import bytes_sent
 from tpplan.plan import CompileError, Diagnostic, InternalError
+from tpplan.progress import doing
 from tpplan.runtime.lower import lower
 from tpplan.runtime.parameters.distribute import MeshDistributor
 from tpplan.runtime.parameters.sharded_operations import is_final
@@ -137,6 +138,7 @@ class Rehearsed(NamedTuple):
 
 
 @ambience()
+@doing("rehearsing the program")
 def rehearse(
     model: nn.Module,
     compiled: Compiled,

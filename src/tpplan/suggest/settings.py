@@ -35,6 +35,7 @@ from tpplan.compiler.ir.trace import Operation
 from tpplan.compiler.queries import Rules, linear_form, same_files
 from tpplan.cost.traffic import memory
 from tpplan.plan import CompileError, Pin, Style
+from tpplan.progress import doing
 from tpplan.suggest.judge import Verdict, judge, runs
 from tpplan.suggest.patterns import shape_of
 from tpplan.suggest.roles import RoleGroup, RoleSetting, find_roles
@@ -138,6 +139,7 @@ class _Search:
 
 @ambience()
 @same_files()
+@doing("finding a plan")
 def search(
     model: nn.Module, size: int, arguments: Sequence[Any], keywords: Mapping[str, Any], sequence_parallel: bool
 ) -> Suggestion:

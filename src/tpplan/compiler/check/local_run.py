@@ -58,6 +58,7 @@ from tpplan.compiler.trace.signatures import argument_names
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.ops.issued import ALIAS_COPY, STRIDED_COPY
 from tpplan.plan import Style
+from tpplan.progress import doing
 
 _PLAIN = frozenset((int, float, bool, str, type(None)))
 _COUNTS = _PLAIN - {type(None)}
@@ -70,6 +71,7 @@ class PassedCall:
     streams: Mapping[int, Stream]
 
 
+@doing("checking a rank's shapes")
 def check(
     given: CheckInput,
     attributes: Mapping[str, tuple[LocalAttribute, ...]],
