@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
-from tpplan.bench import compile_time, decode, forms, loop, overhead, requests, training_ranks
+from tpplan.bench import alternative_ranks, compile_time, decode, forms, loop, overhead, requests
 from tpplan.bench.child import measure
 from tpplan.bench.environment import describe_environment
 from tpplan.bench.page import render_page, write_page
+from tpplan.bench.plots_page import html_of
+from tpplan.bench.rank_processes import peak_mib
 from tpplan.bench.result_tables import Table, show, tables_of, verdicts
 from tpplan.bench.rounds import time_interleaved
 from tpplan.bench.running import BENCHMARKS, BenchmarkError, measurements, run, run_in_process
@@ -145,16 +148,42 @@ def test_each_plan_compiles_in_processes_of_its_own() -> None:
 
 
 @pytest.mark.sweep
-def test_training_steps_are_held_against_a_floor_written_by_hand() -> None:
-    result = run("training", quick=True)
-    by = {(row["model"], row["way"], row["form"]): row for row in result["rows"]}
-    for model in ("plain",):
-        for way in (training_ranks.FORWARD, training_ranks.BACKWARD, training_ranks.STEP):
-            floor, ours, theirs = (by[model, way, form] for form in (training_ranks.FLOOR, forms.TPPLAN, forms.TORCH))
-            assert (ours["collectives"], ours["mib"]) == (floor["collectives"], floor["mib"])
-            assert theirs["collectives"] > ours["collectives"] and theirs["mib"] > ours["mib"]
-    assert result["environment"]["versions"]["torch"]
-    assert len(verdicts(result)) == 3 and all(tables_of(result))
+def test_alternatives_are_held_against_a_floor_written_by_hand() -> None:
+    result = run("alternatives", quick=True)
+    by = {(row["part"], row["way"], row["form"]): row for row in result["rows"]}
+    ways = (alternative_ranks.FORWARD, alternative_ranks.BACKWARD, alternative_ranks.STEP)
+    names = (alternative_ranks.FLOOR, forms.TPPLAN, forms.TORCH)
+    for way in ways:
+        floor, ours, theirs = (by["steps", way, form] for form in names)
+        assert (ours["collectives"], ours["mib"]) == (floor["collectives"], floor["mib"])
+        assert theirs["collectives"] > ours["collectives"] and theirs["mib"] > ours["mib"]
+        assert ours["peak_mib"] == pytest.approx(floor["peak_mib"], rel=0.1) and ours["parallelize_seconds"] > 0
+    for part in ("host", "layer"):
+        assert all(by[part, way, form]["milliseconds"] > 0 for way in ways[:2] for form in names)
+    assert by["layer", ways[0], forms.TPPLAN]["peak_mib"] < by["layer", ways[0], forms.UNSHARDED]["peak_mib"] / 2
+    assert len(verdicts(result)) == 3 and len(tables_of(result)) == 4
+
+
+def test_the_page_of_plots_shows_every_row_and_loads_nothing() -> None:
+    folder = Path(__file__).parents[2] / "docs" / "benchmarks"
+    results = [json.loads((folder / f"{name}.json").read_text()) for name in BENCHMARKS]
+    results[0]["environment"]["processor"] = "<i>&"
+    text = html_of(results)
+    assert "&lt;i&gt;&amp;" in text and "<i>&" not in text and "http" not in text.replace("http-equiv", "")
+    ways = {(result["benchmark"], *(row.get(key) for key in ("part", "model", "way", "batch")))
+            for result in results for row in result["rows"] if "milliseconds" in row}  # fmt: skip
+    assert text.count("<svg") == len(ways) > 10
+    assert text.count("<table") == sum(len(tables_of(result)) for result in results)
+
+
+def test_the_most_memory_is_what_there_is_at_once() -> None:
+    def run() -> None:
+        one = torch.ones(2**18)
+        two = one + 1
+        del one
+        two.mul(2)
+
+    assert peak_mib(run) == pytest.approx(2, abs=0.01)
 
 
 @pytest.mark.sweep

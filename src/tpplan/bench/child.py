@@ -4,44 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 from typing import Any
+
+_MODULES = {"compile": "compile_time", "checkpoint": "checkpoint_times", "loss": "loss_times"}
 
 
 def measure(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Run one measurement of the benchmark `name` in this process."""
-    if name == "overhead":
-        from tpplan.bench import overhead
-
-        return overhead.measure(**arguments)
-    if name == "loop":
-        from tpplan.bench import loop
-
-        return loop.measure(**arguments)
-    if name == "compile":
-        from tpplan.bench import compile_time
-
-        compile_time.use_one_core()
-        return compile_time.measure(**arguments)
-    if name == "checkpoint":
-        from tpplan.bench import checkpoint_times as checkpoint
-
-        return checkpoint.measure(**arguments)
-    if name == "loss":
-        from tpplan.bench import loss_times as loss
-
-        return loss.measure(**arguments)
-    if name == "training":
-        from tpplan.bench import training
-
-        return training.measure(**arguments)
-    if name == "serving":
-        from tpplan.bench import serving
-
-        return serving.measure(**arguments)
-    if name == "requests":
-        from tpplan.bench import requests
-
-        return requests.measure(**arguments)
+    if name != "collectives":
+        module = import_module(f"tpplan.bench.{_MODULES.get(name, name)}")
+        if name == "compile":
+            module.use_one_core()
+        return module.measure(**arguments)
     from tpplan.bench import collectives, generation_collectives
     from tpplan.compat.process_groups import fake_process_group
 

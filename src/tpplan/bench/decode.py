@@ -59,8 +59,8 @@ def next_calls(
     def call(ids: Tensor, tokens: int, start: int) -> dict[str, Any]:
         keywords: dict[str, Any] = {
             "input_ids": ids,
-            "attention_mask": torch.ones(batch, tokens, dtype=torch.long),
-            "position_ids": torch.arange(start, tokens).expand(batch, -1),
+            "attention_mask": torch.ones(batch, tokens, dtype=torch.long, device=ids.device),
+            "position_ids": torch.arange(start, tokens, device=ids.device).expand(batch, -1),
             **common,
         }
         return {name: held for name, held in keywords.items() if name in accepted}

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -18,8 +22,10 @@ HUB = "transformers' own"
 MODELS = {"transformers": "LlamaForCausalLM of transformers", "plain": "Llama on plain torch.nn"}
 
 
-def forms_of(kind: str, sizes: ToySizes, mesh: DeviceMesh, call: dict[str, Tensor]) -> dict[str, nn.Module]:
-    """One model in all its forms, with the same numbers.
+def ways_to_shard(
+    kind: str, sizes: ToySizes, mesh: DeviceMesh, call: dict[str, Any]
+) -> dict[str, Callable[[nn.Module], nn.Module]]:
+    """By form, what makes it of the stock model.
 
     Args:
         kind: a key of `MODELS`; transformers shards only its own.
@@ -27,15 +33,25 @@ def forms_of(kind: str, sizes: ToySizes, mesh: DeviceMesh, call: dict[str, Tenso
         mesh: of one axis, that of the default group.
         call: the keywords of an example call.
     """
-    forms: dict[str, nn.Module] = {
-        UNSHARDED: toy_llama(kind, sizes),
-        TPPLAN: parallelize(toy_llama(kind, sizes), "llama", mesh, call),
-        SEQUENCE: parallelize(toy_llama(kind, sizes), "llama-sequence", mesh, call),
-        TORCH: parallelize_module(toy_llama(kind, sizes), mesh, torch_plan(sizes.layers)),
+    ways: dict[str, Callable[[nn.Module], nn.Module]] = {
+        UNSHARDED: lambda model: model,
+        TPPLAN: lambda model: parallelize(model, "llama", mesh, call),
+        SEQUENCE: lambda model: parallelize(model, "llama-sequence", mesh, call),
+        TORCH: lambda model: parallelize_module(model, mesh, torch_plan(sizes.layers)),
     }
-    if kind == "transformers" and can_load():
-        forms[HUB] = loaded_by_transformers(toy_llama(kind, sizes))
-    return forms
+    return ways | ({HUB: loaded_by_transformers} if kind == "transformers" and can_load() else {})
 
 
-__all__ = ["HUB", "MODELS", "SEQUENCE", "TORCH", "TPPLAN", "UNSHARDED", "forms_of"]
+def stock_of(kind: str, sizes: ToySizes, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The stock model where the mesh is; each has the same numbers."""
+    return toy_llama(kind, sizes).to(mesh.device_type, dtype)
+
+
+def forms_of(kind: str, sizes: ToySizes, mesh: DeviceMesh, call: dict[str, Any]) -> dict[str, nn.Module]:
+    """One model in all its forms, with the same numbers; see `ways_to_shard`."""
+    return {name: shard(stock_of(kind, sizes, mesh)) for name, shard in ways_to_shard(kind, sizes, mesh, call).items()}
+
+
+__all__ = [
+    "HUB", "MODELS", "SEQUENCE", "TORCH", "TPPLAN", "UNSHARDED", "forms_of", "stock_of", "ways_to_shard",
+]  # fmt: skip

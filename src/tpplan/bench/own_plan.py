@@ -11,7 +11,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -31,7 +30,7 @@ def loaded_by_transformers(model: Any) -> nn.Module:
     load: Any = model.from_pretrained  # a class method
     with _launched(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # older versions don't have what newer ones want instead
-        loaded: nn.Module = load(names[0], tp_plan="auto", dtype=torch.float32).eval()
+        loaded: nn.Module = load(names[0], tp_plan="auto", dtype=next(model.parameters()).dtype).eval()
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(names[0], ignore_errors=True)

@@ -14,8 +14,8 @@ _HEAD = """\
 
 Written by `tpplan bench --docs docs`; the raw figures are in [benchmarks/](benchmarks/). None of them needs a GPU: they
 measure what tpplan itself adds, on torch's fake process group, whose collectives return at once; those of checkpoints,
-of the loss, of training steps and of serving are of gloo processes. Triton kernels are measured on a GPU, apart, and so
-is from which size on each pays: see [kernels.md](kernels.md).
+of the loss, of steps against the alternatives and of serving are of gloo processes. Triton kernels are measured on a
+GPU, apart, and so is from which size on each pays: see [kernels.md](kernels.md).
 """
 _ABOUT = {
     "collectives": """\
@@ -79,17 +79,24 @@ processes of one machine, each with one thread. The loss of transformers is take
 states and the head, by `tpplan.loss.linear_cross_entropy`. The peak is what a rank alone holds (`Private_Dirty`), over
 what it held before the step, sampled every 2 ms.
 """,
-    "training": """\
-## Training steps
+    "alternatives": """\
+## Against the alternatives
 
-A Llama (hidden size 512, intermediate size 1536, 4 layers, 8 heads, vocabulary 4096; 4 sequences of 128 tokens,
-float32) on two gloo processes, each with one thread, in all its forms at once: wall time of the slower rank, and
-processor time of its process, medians over interleaved rounds. The floor is Megatron's way written by hand
-(`tpplan/bench/megatron.py`): the linears of the same stock model are exchanged for some that hold plain tensors of a
-rank's part, with nothing around them; ratios to it are taken within a round. `parallelize_module` has the equivalent
-plan, transformers its own (`tp_plan="auto"`). The loss is torch's, of whole logits in all forms; the optimizer is AdamW
-with `foreach`. Collectives and MiB are what a rank hands to them in a step. All forms are first held against the
-unsharded model.
+One Llama with the same weights in all its forms at once. The floor is Megatron's way written by hand
+(`tpplan/bench/megatron.py`): the linears of the stock model are exchanged for some that hold plain tensors of a rank's
+part, with nothing around them. `parallelize_module` has the equivalent plan, transformers its own (`tp_plan="auto"`;
+its time *to parallelize* has a write and a read of the weights in it).
+
+Steps: hidden size 512, intermediate size 1536, 4 layers, 8 heads, vocabulary 4096; 4 sequences of 128 tokens, float32,
+on two gloo processes, each with one thread; on a machine with several GPUs on these, and larger. Wall time of the
+slower rank, and processor time of its process, medians over interleaved rounds; ratios to the floor are taken within a
+round. The loss is torch's, of whole logits in all forms; the optimizer is AdamW with `foreach`; a token is called as
+`generate` calls it. Collectives and MiB are what a rank hands to them. *Peak* is what tensors take at once beside those
+that were there, by torch's allocator. All forms are first held against the unsharded model.
+
+Host overhead: the toy of *Overhead* above, on a fake process group. A rank's compute of one layer: Llama 70B's at tp 8
+in bfloat16 on a GPU, whose collectives are a fake group's and take no time; without a GPU a layer a sixteenth as wide,
+in float32. Ratios of these two are to the unsharded model.
 """,
     "serving": """\
 ## Serving

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import tempfile
 import time
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.spawn import spawn  # pyright: ignore[reportUnknownVariableType]
+from torch.profiler import ProfilerActivity, profile
 
 from tpplan.compat.modes import TorchDispatchMode
 
@@ -33,12 +35,15 @@ def run_on_ranks(main: Callable[..., None], ranks: int, *arguments: Any) -> list
 
 
 @contextmanager
-def joined(rank: int, size: int, folder: str) -> Generator[DeviceMesh]:
-    """The mesh of all ranks, each of which has one thread."""
+def joined(rank: int, size: int, folder: str, device: str = "cpu") -> Generator[DeviceMesh]:
+    """The mesh of all ranks, each of which has one thread, or one GPU."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
     warnings.simplefilter("ignore")
-    yield init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    yield init_device_mesh(device, (size,), mesh_dim_names=("tp",))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -52,9 +57,35 @@ def timed(run: Callable[[], object]) -> Seconds:
     """The seconds from when all ranks begin to when this one is done, and those of its processor."""
     gc.collect()
     dist.barrier()
+    synchronize()
     began, busy = time.perf_counter(), time.process_time()
     run()
+    synchronize()
     return time.perf_counter() - began, time.process_time() - busy
+
+
+def synchronize() -> None:
+    """Wait for this process's GPU, if it has used one."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def peak_mib(run: Callable[[], object]) -> float:
+    """The most MiB that tensors take at once beside those that are there, by torch's allocator."""
+    if torch.cuda.is_initialized():
+        synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return round((torch.cuda.max_memory_allocated() - before) / 2**20, 3)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    with tempfile.TemporaryDirectory(prefix="tpplan-bench-") as folder:
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    sizes = [event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"])]
+    return round(max(itertools.accumulate(sizes), default=0) / 2**20, 3)
 
 
 def sent(run: Callable[[], object]) -> dict[str, float]:
@@ -96,4 +127,4 @@ def _tensors(held: Any) -> list[Tensor]:
     return [held] if isinstance(held, Tensor) else []
 
 
-__all__ = ["RankTraffic", "Seconds", "joined", "run_on_ranks", "sent", "tell", "timed"]
+__all__ = ["RankTraffic", "Seconds", "joined", "peak_mib", "run_on_ranks", "sent", "synchronize", "tell", "timed"]

@@ -8,10 +8,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from tpplan.bench.alternatives_tables import alternatives_tables, alternatives_verdicts
 from tpplan.bench.collectives_tables import collectives_tables, collectives_verdicts
 from tpplan.bench.compile_time import TARGET_GIB, TARGET_SECONDS
 from tpplan.bench.decode import NEW_TOKEN, PROMPT, TOKEN
-from tpplan.bench.forms import HUB, MODELS, SEQUENCE, TORCH, TPPLAN, UNSHARDED
+from tpplan.bench.forms import HUB, SEQUENCE, TORCH, TPPLAN, UNSHARDED
 from tpplan.bench.loop import ADDED, FRESH, OWN
 from tpplan.bench.overhead import BACKWARD, BY_HAND, FORWARD, NEW_LENGTH, WATCHED
 from tpplan.bench.serving_tables import requests_tables, requests_verdicts, serving_tables, serving_verdicts
@@ -21,7 +22,6 @@ FORWARD_TARGET, BACKWARD_TARGET, ADDED_TARGET, TORCH_TARGET = 1.0, 1.15, 1.2, 4.
 TOKEN_TARGET, NEW_TARGET = 1.1, 1.1
 SEQUENCE_TARGETS = {FORWARD: 1.3, BACKWARD: 1.5}
 WATCHED_TARGET = 3.0
-FLOOR_TARGET = 1.05
 READ_TARGET, TIME_TARGET = 1.02, 1.3
 MEMORY_TARGET, SAVE_TARGET = 100, 300  # MiB
 
@@ -35,7 +35,7 @@ def tables_of(result: dict[str, Any]) -> list[Table]:
         "collectives": collectives_tables,
         "checkpoint": _checkpoint,
         "loss": _loss,
-        "training": _training,
+        "alternatives": alternatives_tables,
         "serving": serving_tables,
         "requests": requests_tables,
     }
@@ -75,13 +75,8 @@ def verdicts(result: dict[str, Any]) -> list[str]:
         return [verdict for row in rows for verdict in _checkpoint_verdicts(row)]
     if kind == "loss":
         return []
-    if kind == "training":
-        return [
-            f"{MODELS[row['model']]}, {row['way']}: {row['ratio']:.2f} × what is written by hand (at most "
-            f"{FLOOR_TARGET}: {_met(row['ratio'] <= FLOOR_TARGET)}), {row['processor_ratio']:.2f} × of processor time"
-            for row in rows
-            if row["form"] == TPPLAN
-        ]
+    if kind == "alternatives":
+        return alternatives_verdicts(rows)
     if kind == "serving":
         return serving_verdicts(rows)
     if kind == "requests":
@@ -247,32 +242,6 @@ def _loss(result: dict[str, Any]) -> list[Table]:
     )
     columns = ("", "tokens", "all logits in float32, MiB", "peak of a step, MiB", "s")
     return [Table(f"A step with a loss, {result['rows'][0]['ranks']} ranks", columns, rows)]
-
-
-def _training(result: dict[str, Any]) -> list[Table]:
-    columns = ("", "ms", "ratio", "quartiles", "processor ms", "ratio", "quartiles", "collectives", "MiB")
-    tables: list[Table] = []
-    for model in _unique(result["rows"], "model"):
-        rows = tuple(
-            (
-                f"{row['form']}, {row['way']}",
-                *(
-                    cell
-                    for of in ("", "processor_")
-                    for cell in (
-                        f"{row[f'{of}milliseconds']:.1f}",
-                        f"{row[f'{of}ratio']:.2f}",
-                        f"{row[f'{of}low']:.2f} to {row[f'{of}high']:.2f}",
-                    )
-                ),
-                str(row["collectives"]),
-                f"{row['mib']:.1f}",
-            )
-            for row in result["rows"]
-            if row["model"] == model
-        )
-        tables.append(Table(f"{MODELS[model]}, {result['ranks']} processes", columns, rows))
-    return tables
 
 
 def _unique(rows: Sequence[dict[str, Any]], key: str) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tpplan.bench.environment import describe_environment
 
-BENCHMARKS = ("collectives", "overhead", "loop", "compile", "checkpoint", "loss", "training", "serving", "requests")
+BENCHMARKS = ("collectives", "overhead", "loop", "compile", "checkpoint", "loss", "alternatives", "serving", "requests")
 _LAYERS = (8, 32, 126)
 _PLANS = ("llama", "llama-sequence")
 
@@ -28,10 +28,13 @@ def measurements(name: str, quick: bool) -> list[dict[str, Any]]:
     if name in ("overhead", "loop"):
         rounds = {"rounds": 2, "calls": 1} if quick else {}
         return [{"kind": kind, **rounds} for kind in ("transformers", "plain")]
-    if name == "training":
+    if name == "alternatives":
         if quick:
-            return [{"kind": "plain", "rounds": 2, "tiny": True}]
-        return [{"kind": kind} for kind in ("transformers", "plain")]
+            steps = {"part": "steps", "kind": "plain", "rounds": 2, "tiny": True}
+            return [steps, {"part": "host", "kind": "plain", "rounds": 2, "calls": 1},
+                    {"part": "layer", "rounds": 2, "calls": 1, "tiny": True}]  # fmt: skip
+        steps = [{"part": "steps", "kind": kind} for kind in ("transformers", "plain")]
+        return [*steps, {"part": "host"}, {"part": "layer"}]
     if name == "serving":
         if quick:
             return [{"model": "toy", "rounds": 2, "batches": [2]}]

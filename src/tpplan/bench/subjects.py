@@ -19,6 +19,7 @@ class ToySizes:
 
     Attributes:
         hidden, intermediate, layers, heads, vocabulary: of the model.
+        key_heads: of keys and values; as many as heads where 0.
         batch, sequence: of a call.
     """
 
@@ -29,6 +30,7 @@ class ToySizes:
     vocabulary: int = 256
     batch: int = 2
     sequence: int = 16
+    key_heads: int = 0
 
 
 def toy_llama(kind: str, sizes: ToySizes) -> nn.Module:
@@ -44,6 +46,7 @@ def toy_llama(kind: str, sizes: ToySizes) -> nn.Module:
         hidden_size=sizes.hidden,
         intermediate_size=sizes.intermediate,
         num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.key_heads or sizes.heads,
         vocab_size=sizes.vocabulary,
     )
 

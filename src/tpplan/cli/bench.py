@@ -13,13 +13,15 @@ from tpplan.cli.exit_codes import CLEAN, UsageError
 if TYPE_CHECKING:
     from tpplan.cli.arguments import Subparsers
 
-_NAMES = ("collectives", "overhead", "loop", "compile", "checkpoint", "loss", "training", "serving", "requests")
+_NAMES = ("collectives", "overhead", "loop", "compile", "checkpoint", "loss", "alternatives", "serving", "requests")
+_BEFORE = {"training": "alternatives"}
 _KERNELS = "kernels"
 _PIPED_WIDTH = 160
 _EXAMPLES = """\
   tpplan bench                              all of them; takes minutes
   tpplan bench overhead --json figures.json
   tpplan bench compile --docs docs          write docs/benchmarks.md and docs/benchmarks/
+  tpplan bench alternatives --format html > bench.html
   tpplan bench kernels --tune               on a GPU: from which size on each Triton kernel pays
 """
 
@@ -33,14 +35,20 @@ def register(subparsers: Subparsers) -> None:
         description="Count collectives (collectives), time a toy model against the unsharded one and against "
         "parallelize_module (overhead), and what a training loop does with gradients (loop), time the compiler on a "
         "model of 405B parameters (compile), load and save a checkpoint of 2 GiB (checkpoint), measure a loss over a "
-        "split vocabulary (loss), and time training steps (training), generation (serving) and first requests "
-        "(requests) on two processes. None of them needs a GPU. `kernels --tune` does: it measures from which "
-        "number of elements on each Triton kernel is faster than torch's own operator, and keeps it for `auto`.",
+        "split vocabulary (loss), time steps, host overhead and a rank's compute of one model unsharded, by tpplan, "
+        "by parallelize_module, by transformers' own plan and written by hand (alternatives), and time generation "
+        "(serving) and first requests (requests) on two processes. None of them needs a GPU. `kernels --tune` does: it "
+        "measures from which number of elements on each Triton kernel is faster than torch's own operator, and keeps "
+        "it for `auto`.",
         examples=_EXAMPLES,
     )
     parser.add_argument(
         "benchmarks", nargs="*", type=_name, metavar="BENCHMARK", help=f"{', '.join(_NAMES)} (default: all)"
     )
+    parser.add_argument(
+        "--format", choices=("rich", "json", "html"), default="rich", metavar="rich|json|html",
+        help="how figures are written; html is one page with plots (default: rich)",
+    )  # fmt: skip
     add_output_argument(parser, "the raw figures", "--json")
     add_output_argument(parser, "benchmarks.md and benchmarks/", "--docs", folder=True)
     parser.add_argument("--quick", action="store_true", help="only try whether it runs; the figures mean nothing")
@@ -49,9 +57,10 @@ def register(subparsers: Subparsers) -> None:
 
 
 def _name(text: str) -> str:
-    if text not in (*_NAMES, _KERNELS):
+    name = _BEFORE.get(text, text)
+    if name not in (*_NAMES, _KERNELS):
         raise argparse.ArgumentTypeError(f"no benchmark is called {text!r}; choose from {', '.join(_NAMES)}")
-    return text
+    return name
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -73,7 +82,14 @@ def run(arguments: argparse.Namespace) -> int:
         except BenchmarkError as error:
             raise UsageError(str(error)) from None
         results.append(result)
-        show(result, console)
+        if arguments.format == "rich":
+            show(result, console)
+    if arguments.format == "json":
+        print(json.dumps(results, indent=2))
+    elif arguments.format == "html":
+        from tpplan.bench.plots_page import html_of
+
+        print(html_of(results))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
     if arguments.docs is not None:

@@ -1,7 +1,7 @@
 "use strict";
 const all = (query, root = document) => [...root.querySelectorAll(query)];
 const told = document.getElementById("told");
-const hint = told.innerHTML;
+const hint = told?.innerHTML;
 let chosen = "";
 
 function choose(key) {

@@ -3,21 +3,18 @@
 in:  a program, its estimate and the GPUs where there are any, the texts of the plan's files
 out: HTML that loads nothing; every text of the model or the plan is escaped
 
-`page.html` is the template, and `page.js` its script.
+`html_parts.py` has what other pages share with it.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
-from string import Template
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from tpplan.cost.traffic import gradient_sum_traffic
 from tpplan.report.estimate_tables import seconds_text
+from tpplan.report.html_parts import Cell, html_card, html_row, html_table, whole_page
 from tpplan.report.program_diagram import STYLE, box_title, escape, pass_lines, svg
 from tpplan.report.program_picture import DrawnReshard, ModuleBox, parameter_text, picture_of
 from tpplan.report.quantities import NOTHING, bytes_text, count_text, path_text, shape_text
@@ -31,9 +28,8 @@ _COLORS = ("#4c78c9", "#6fa8a0", "#9a7fc0", "#d08c4a", "#c0616b", "#8a9a5b")
 _LEGEND = """R: each rank holds the whole. S(d): split along dim d. P: the ranks' sum is the value. R·∂P: R, with a \
 gradient that is P. summed: a parameter's P gradient, added up once a step. Bytes are what each rank sends in ring \
 algorithms in a step, in one of equal layers."""
-
-Cell = tuple[str, float | None]
-"""HTML, and the number that it is sorted by."""
+_HINT = """Choose a collective in the diagram or in the table: its bytes, its time, and the line of the plan that it \
+follows from."""
 
 
 def html_page(
@@ -67,14 +63,20 @@ class _Page:
 
     def html(self) -> str:
         """All of it."""
-        here = Path(__file__)
-        script = here.with_name("page.js").read_text(encoding="utf-8")
-        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        return Template(here.with_name("page.html").read_text(encoding="utf-8")).substitute(
-            title=escape(self.picture.title), script=script, script_hash=f"sha256-{digest}", style=STYLE,
-            header=self.header(), cards="".join(self.cards()), diagram=svg(self.picture, alone=False),
-            costs=self.memory() + self.time_line(), plans="".join(self.plan(name) for name in self.plans),
-            tables=self.collectives() + self.modules(), notes="".join(self.notes()),
+        costs = self.memory() + self.time_line()
+        plans = "".join(self.plan(name) for name in self.plans)
+        notes = "".join(self.notes())
+        return whole_page(
+            self.picture.title, self.header(),
+            f'''<div class="cards">{"".join(self.cards())}</div>
+<div class="columns">
+<section aria-labelledby="h1"><h2 id="h1">Modules, placements and collectives</h2>
+<div class="pan" tabindex="0" role="region" aria-labelledby="h1">{svg(self.picture, alone=False)}</div></section>
+<div class="side"><div id="told" role="status"><p>{_HINT}</p></div>
+{costs}{plans}</div>
+</div>
+{self.collectives()}{self.modules()}{notes}''',
+            style=STYLE,
         )  # fmt: skip
 
     def header(self) -> str:
@@ -89,17 +91,17 @@ class _Page:
         """The numbers that decide."""
         sent = [c.count * cost.bytes for c in self.picture.crossings() for cost in c.passes]
         sums = gradient_sum_traffic(self.program).total
-        yield _card("each rank sends in a step", bytes_text(sum(sent) + sums))
-        yield _card("collectives in a step", f"{sum(self.program.count_collectives().values()):,}")
+        yield html_card("each rank sends in a step", bytes_text(sum(sent) + sums))
+        yield html_card("collectives in a step", f"{sum(self.program.count_collectives().values()):,}")
         cost = self.cost
         if cost is not None:
             fits = "of" if cost.fits else "does not fit in"
-            yield _card(f"memory of a rank, {fits} {bytes_text(cost.available)}", bytes_text(cost.memory.total))
-            yield _card(f"a step on {cost.gpu}", seconds_text(cost.step.total_seconds))
-            yield _card("of it exposed communication", seconds_text(cost.step.exposed_seconds))
-            yield _card("tokens a second", f"{cost.tokens_per_second:,.0f}")
+            yield html_card(f"memory of a rank, {fits} {bytes_text(cost.available)}", bytes_text(cost.memory.total))
+            yield html_card(f"a step on {cost.gpu}", seconds_text(cost.step.total_seconds))
+            yield html_card("of it exposed communication", seconds_text(cost.step.exposed_seconds))
+            yield html_card("tokens a second", f"{cost.tokens_per_second:,.0f}")
             if cost.mfu is not None:
-                yield _card("MFU", f"{cost.mfu:.1%}")
+                yield html_card("MFU", f"{cost.mfu:.1%}")
 
     def memory(self) -> str:
         """The bar of a rank's memory in its parts, and below it how much of the GPU's that is."""
@@ -165,9 +167,9 @@ class _Page:
         headings = ("module", "×", "at", "tensor", "placement", "forward", "bytes", "time")
         rows = [(c, self.crossing_cells(c)) for c in self.picture.crossings()]
         told = "".join(f'<template id="{c.key}-told">{self.told(c)}</template>' for c, _ in rows)
-        body = [_row(cells, f' id="{c.key}" data-line="{escape(self.line(c.origin))}"') for c, cells in rows]
+        body = [html_row(cells, f' id="{c.key}" data-line="{escape(self.line(c.origin))}"') for c, cells in rows]
         headings = (*headings, "backward", "bytes", "time", "why")
-        return _table("Collectives and local operations", "reshards", headings, body) + told
+        return html_table("Collectives and local operations", "reshards", headings, body) + told
 
     def crossing_cells(self, crossing: DrawnReshard) -> list[Cell]:
         """A row of the table."""
@@ -202,9 +204,9 @@ class _Page:
                 ("<br>".join(map(escape, held)) or NOTHING, None),
                 (bytes_text(sizes) if sizes else NOTHING, sizes), (self.reason(box.origin), None),
             ]  # fmt: skip
-            body.append(_row(cells))
+            body.append(html_row(cells))
         headings = ("module", "×", "class", "style", "in → out", "parameters", "bytes of a rank", "why")
-        return _table("Modules and parameters", "modules", headings, body)
+        return html_table("Modules and parameters", "modules", headings, body)
 
     def notes(self) -> Iterator[str]:
         """Warnings, guesses, and what the signs mean."""
@@ -236,10 +238,6 @@ class _Page:
         return f'<a href="#{line}">{text}</a>{shown}'
 
 
-def _card(what: str, number: str) -> str:
-    return f'<div class="card"><b>{escape(number)}</b><span>{escape(what)}</span></div>'
-
-
 def _slice(held: TimeSlice, end: float, key: str | None) -> str:
     """A kernel or collective on its stream; one of the diagram's is a button."""
     top = 20 if held.stream == "compute" else 46
@@ -256,24 +254,6 @@ def _slice(held: TimeSlice, end: float, key: str | None) -> str:
 def _edges(box: ModuleBox) -> str:
     known = box.entering or box.leaving
     return escape(f"{box.entering or NOTHING} → {box.leaving or NOTHING}") if known else NOTHING
-
-
-def _row(cells: Iterable[Cell], more: str = "") -> str:
-    shown = "".join(
-        f"<td>{text}</td>" if number is None else f'<td class="n" data-v="{number:.12f}">{text}</td>'
-        for text, number in cells
-    )
-    return f"<tr{more}>{shown}</tr>"
-
-
-def _table(title: str, key: str, headings: Iterable[str], body: Iterable[str]) -> str:
-    """A table that can be sorted by each column, and filtered by words."""
-    heads = "".join(f'<th scope="col"><button type="button">{escape(text)}</button></th>' for text in headings)
-    return (
-        f'<h2>{title}</h2><p><label>Filter <input type="search" data-of="{key}" autocomplete="off"></label></p>'
-        f'<div class="wide" tabindex="0" role="region" aria-label="{title}"><table id="{key}"><thead><tr>{heads}</tr>'
-        f"</thead><tbody>{''.join(body)}</tbody></table></div>"
-    )
 
 
 __all__ = ["html_page"]
