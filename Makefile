@@ -20,7 +20,7 @@ SOURCES = src tests docs/tutorials docs/site
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup bytecode test test-slow mutations sweep zoo states generation demo zoo-page site site-pages lint layers style types format docs bench gpu wheel clean
+.PHONY: help setup bytecode test test-slow mutations sweep zoo states generation scaling demo zoo-page site site-pages lint layers style types format docs bench gpu wheel clean
 
 help:
 	@echo "make test       run the tests                       make test-slow  run the slow ones"
@@ -31,6 +31,7 @@ help:
 	@echo "make states     try every use of parameters and states, and write docs/state.md"
 	@echo "make generation try every way of generating, and write docs/generation.md"
 	@echo "make site       build the pages and the API as a site"
+	@echo "make scaling    estimate programs of large models, and write docs/scaling.md"
 	@echo "make docs       regenerate the generated pages      make wheel      build sdist and wheel into dist/"
 	@echo "make gpu        test kernels and attention, and measure the kernels, on a machine with a GPU and torch, in the interpreter GPU_PYTHON"
 	@echo "make mutations  plant bugs, and say which tests notice"
@@ -80,6 +81,10 @@ states: $(VENV)/.extra-dev
 
 generation: $(VENV)/.extra-dev
 	$(BIN)/python -m tests.generation.page $(ARGS)
+
+# Compile times are of one core; the largest models take minutes.
+scaling: $(VENV)/.extra-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.cost.scaling $(ARGS)
 
 demo: $(VENV)/.extra-demo
 	$(BIN)/tpplan demo $(ARGS)
