@@ -37,6 +37,7 @@ _EXAMPLES = """\
   tpplan explain llama --model Llama-3.2-1B --tp 8 --inference --batch 4 --sequence 8192
   tpplan explain llama --model hf:llama --tp 8 --premises                   what later calls must have
   tpplan explain llama --model hf:llama --tp 8 --gpu h100 --dp 8            memory and time of a step
+  tpplan explain llama --model hf:llama --tp 8 model.layers.0.mlp --why    and what the next best choices are
   tpplan explain llama --model hf:llama --tp 8 --format html > llama.html   a page with a diagram and tables
 """
 
@@ -56,6 +57,10 @@ def register(subparsers: Subparsers) -> None:
     )
     whole = "the whole program as JSON, a page of HTML, or the diagram alone; rich is text"
     add_text_format_argument(parser, whole, *PICTURES, "rich")
+    parser.add_argument(
+        "--why", action="store_true",
+        help="with MODULE, also the next best of each placement that the plan leaves open, and what more it takes",
+    )  # fmt: skip
     parser.add_argument(
         "--inference",
         action="store_true",
@@ -101,6 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--premises are of the whole call; leave out MODULE and --inference")
     if is_priced(arguments) and (arguments.module is not None or arguments.premises or arguments.inference):
         raise UsageError("--gpu is about a step of the whole model; leave out MODULE, --premises and --inference")
+    if arguments.why and arguments.module is None:
+        raise UsageError("--why is about a module; give MODULE")
     check_costs(arguments)
     plan = plan_named(arguments.plan)
     if arguments.inference:
@@ -125,6 +132,10 @@ def run(arguments: argparse.Namespace) -> int:
         _print_json(program, cost)
     else:
         _print_text(program, wanted)
+        if arguments.why and wanted is not None:
+            from tpplan.cli.explain_choices import show_choices
+
+            show_choices(arguments, plan, (model, inputs), wanted)
         tell_of_kernels(program)
         if cost is not None:
             _print_cost(cost, arguments.assumptions)

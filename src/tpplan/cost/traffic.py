@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tpplan.cost.communication import bytes_sent
+from tpplan.cost.communication import NVLINK, Topology, bytes_sent, ring_steps
 
 if TYPE_CHECKING:
     from tpplan.compiler.ir.program import ModuleProgram, ParameterPlacement, Program, Reshard
@@ -94,6 +94,19 @@ def module_traffic(modules: Iterable[ModuleProgram], size: int) -> StepTraffic:
         for reshard in module.reshards:
             total += reshard_traffic(reshard, size, module.calls)
     return total
+
+
+def placement_time(program: Program, topology: Topology = NVLINK) -> int:
+    """Picoseconds of a step's collectives by the model that placement minimises; on one topology, for all programs."""
+    total = 0
+    for module, reshard in program.reshards():
+        whole, ways = reshard.padded_bytes(program.size), (reshard.forward, reshard.backward)
+        for way, times in zip(ways, reshard.repeats(module.calls), strict=True):
+            if way.communicates:
+                name = str(way)
+                steps = 0 if reshard.source.tail or reshard.target.tail else ring_steps(name, program.size)
+                total += times * topology.time(steps, bytes_sent(name, whole, program.size))
+    return total + sum(topology.time(0, sent) for sent in gradient_sum_traffic(program).sent.values())
 
 
 def gradient_sum_traffic(program: Program) -> Traffic:
