@@ -364,7 +364,10 @@ def read() -> tuple[list[ScaledRow], dict[str, str]]:
     if not ROWS.is_file():
         return [], {}
     plain = json.loads(ROWS.read_text(encoding="utf-8"))
-    rows = [ScaledRow(**{**row, "steps": tuple(ScaledStep(**step) for step in row["steps"])}) for row in plain["rows"]]
+    held: list[dict[str, Any]] = plain["rows"]
+    for row in held:
+        row["steps"] = tuple(ScaledStep(**step) for step in row["steps"])
+    rows = [ScaledRow(**row) for row in held]
     return rows, plain["measured"]
 
 

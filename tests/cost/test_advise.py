@@ -13,6 +13,8 @@ from torch import nn
 import tpplan
 from tests.cost.test_estimate import Mlp
 from tpplan.cli.main import main
+from tpplan.cost.estimates import MemoryEstimate
+from tpplan.cost.other_degrees import degrees_text, other_degrees
 
 transformers = pytest.importorskip("transformers")
 FIELDS: dict[str, Any] = {
@@ -116,6 +118,36 @@ def test_a_model_without_a_plan_gets_one() -> None:
 def test_a_model_that_nothing_fits_is_told_what_else_there_is() -> None:
     advice = tpplan.advise(llama(), gpus=2, batch=1, sequence=32, target_memory=2000)
     assert advice.recommended is None and advice.smallest is None and "parallelism" in advice.summary
+    assert "pipeline" not in advice.other  # two layers are no more stages
+
+
+@pytest.mark.parametrize(
+    ("memory", "available", "experts", "found"),
+    [
+        (MemoryEstimate(90, 0, 0, 10), 100, 0.0, {}),
+        (MemoryEstimate(60, 60, 180, 40), 100, 0.0, {"pipeline": 5}),
+        (MemoryEstimate(10, 10, 30, 350, 50), 100, 0.0, {"context": 8}),
+        (MemoryEstimate(20, 20, 40, 30), 100, 0.5, {"pipeline": 2, "context": 2, "experts": 2}),
+        (MemoryEstimate(60, 60, 180, 150), 100, 0.9, {"pipeline": 6, "context": 3}),
+        (MemoryEstimate(150, cache=50, temporaries=10), 100, 0.0, {"pipeline": 3}),
+    ],
+)  # fmt: skip
+def test_other_parallelism_is_told_by_what_it_splits(
+    memory: MemoryEstimate, available: int, experts: float, found: dict[str, int]
+) -> None:
+    assert other_degrees(memory, available, experts) == found
+    assert ("pipeline 6 with context 3" in degrees_text(found, memory, available)) is (memory.activations == 150)
+
+
+@pytest.mark.slow
+def test_the_least_gpus_may_be_ranks_over_two_nodes(tmp_path: Path) -> None:
+    path = tmp_path / "alone.yaml"
+    path.write_text("like: h100\nin_node: 1\n", encoding="utf-8")
+    options: dict[str, Any] = {"topology": path, "batch": 1, "sequence": 32, "inference": True}
+    (whole, half) = (row.memory for row in tpplan.advise(llama(), gpus=2, **options))
+    assert whole is not None and half is not None and half.total < whole.total
+    advice = tpplan.advise(llama(), gpus=2, target_memory=whole.total - 1, **options)
+    assert advice.recommended is not None and advice.recommended.tp == 2 == advice.smallest
 
 
 @pytest.mark.parametrize("options", [{"gpus": 0}, {"batch": 0}, {"sequence": 0}, {"target_memory": "70 cows"}])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, overload
 
 from tpplan.cost.estimates import MemoryEstimate, StepEstimate
@@ -58,9 +58,11 @@ class Advice(Sequence[AdviceRow]):
         batch, sequence: of one replica; a sequence of 1 for calls that have none.
         inference: whether for generation.
         available: bytes that tensors may take on a GPU.
-        smallest: the least number of GPUs, a power of two, on which it fits; None if none up to 4096 does.
+        smallest: the least number of GPUs on which it fits, of these rows or a power of two; None if none up to 4096.
         summary: what to do, in a sentence or two.
         guesses: what rests on no measured or published figure.
+        other: where no row fits, degrees of "pipeline", "context" and "experts" with which the row that needs the least
+            memory would, each by itself; pipeline and context together if neither is enough.
     """
 
     rows: tuple[AdviceRow, ...]
@@ -74,6 +76,7 @@ class Advice(Sequence[AdviceRow]):
     smallest: int | None
     summary: str
     guesses: tuple[str, ...]
+    other: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def recommended(self) -> AdviceRow | None:

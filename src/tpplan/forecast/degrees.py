@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from tpplan.cost.asked_costs import CHECKPOINTING, asked_cluster, bytes_of
 from tpplan.cost.cluster import Cluster
 from tpplan.cost.estimates import Estimate
 from tpplan.cost.link_times import Group
+from tpplan.cost.other_degrees import degrees_text, other_degrees
 from tpplan.forecast.estimate import estimate
 from tpplan.forecast.measurement import Measurement
 from tpplan.inputs import with_labels
@@ -100,12 +102,14 @@ def advise(
         rows = [row for tp in _divisors(gpus) if tp <= most for row in doing(f"tp={tp}")(around.rows)(tp)]
         best = around.best(rows)
         rows = [around.told(row, recommended=row is best) for row in rows]
-        smallest = around.smallest()
+        smallest = around.smallest(rows)
+        other = around.other(rows) if best is None else None
     sequence = next((cost.sequence for cost in around.known.values()), sequence)  # a picture has none
     guesses = tuple(dict.fromkeys(guess for held in around.known.values() for guess in held.guesses))
     return Advice(
         tuple(rows), type(model).__name__, cluster.name, gpus, batch, sequence, inference, available, smallest,
-        around.summary(next((row for row in rows if row.recommended), None), smallest), guesses,
+        around.summary(next((row for row in rows if row.recommended), None), smallest, other), guesses,
+        other[1] if other else {},
     )  # fmt: skip
 
 
@@ -277,9 +281,11 @@ class _Choices:
         kind = "tensor and sequence parallelism" if row.sequence_parallel else "tensor parallelism"
         return f"the fastest of those that fit: {kind} {inside}{', replicas beside it' if row.dp > 1 else ''}"
 
-    def smallest(self) -> int | None:
-        """The least number of GPUs, a power of two, on which the model fits."""
-        least: int | None = None
+    def smallest(self, rows: list[AdviceRow]) -> int | None:
+        """The least number of GPUs on which the model fits: of the rows, or a power of two."""
+        alone = self.subject.inference  # replicas share nothing
+        fitting = [row.tp * (row.dp if row.fsdp and not alone else 1) for row in rows if row.fits]
+        least: int | None = min(fitting, default=None)
         inside = [tp for tp in (1, 2, 4, 8, 16) if tp <= self.cluster.in_node]
         for tp in [tp for tp in inside if tp <= self.gpus] + [tp for tp in inside if tp > self.gpus]:
             if least is not None and least <= tp:
@@ -301,7 +307,9 @@ class _Choices:
             dp *= 2
         return None
 
-    def summary(self, best: AdviceRow | None, smallest: int | None) -> str:
+    def summary(
+        self, best: AdviceRow | None, smallest: int | None, other: tuple[AdviceRow, dict[str, int]] | None
+    ) -> str:
         """What to do."""
         count = f"{self.gpus} {self.cluster.name}"
         if best is not None:
@@ -309,20 +317,34 @@ class _Choices:
             parts += [f"{'fsdp' if best.fsdp else 'dp'} {best.dp}"] if best.dp > 1 else []
             parts += [f"{best.checkpointing} checkpointing"] if best.checkpointing != "none" else []
             return f"On {count}: {', '.join(parts)}. {best.reason[0].upper()}{best.reason[1:]}."
-        if smallest is not None:
-            return f"It doesn't fit {count}. The least are {smallest}."
-        held = [c for c in self.known.values() if c.batch == self.subject.batch]
-        least = min(held, key=lambda c: c.memory.total, default=None)
-        if least is None:
-            return f"No plan compiles for {count}."
-        state = least.memory.parameters + least.memory.gradients + least.memory.optimizer
-        if least.memory.activations + least.memory.temporaries > state:
-            ways = -(-least.memory.total // self.available)
-            return f"It doesn't fit {count}: activations are the most. Context parallelism over {ways} would help."
-        stages = -(-least.memory.total // self.available)
-        return (
-            f"It doesn't fit {count}: pipeline parallelism over {stages} stages, or as much expert parallelism, would."
-        )
+        told = [f"It doesn't fit {count}."] + ([f"The least are {smallest}."] if smallest is not None else [])
+        if other is None:
+            return " ".join(told) if smallest is not None else f"No plan compiles for {count}."
+        row, degrees = other
+        ways = degrees_text(degrees, row.memory, self.available) if row.memory is not None else ""
+        beside = f"beside tp {row.tp}{f' and fsdp {row.dp}' if row.fsdp and row.dp > 1 else ''}"
+        return " ".join([*told, f"Or other parallelism {beside}, on as many times more GPUs: {ways}."])
+
+    def other(self, rows: list[AdviceRow]) -> tuple[AdviceRow, dict[str, int]] | None:
+        """The row that needs the least memory, and degrees of other parallelism with which it would fit."""
+        row = min((r for r in rows if r.memory), key=lambda r: r.memory.total if r.memory else 0, default=None)
+        if row is None or row.memory is None:
+            return None
+        program = self.program(row.tp, row.sequence_parallel)
+        assert not isinstance(program, CompileError)
+        held = [(p, p.name.partition(".experts.")[1:]) for p in program.parameters]
+        experts = sum(p.local_bytes for p, (there, _) in held if there) / sum(p.local_bytes for p, _ in held)
+        numbers = {n for p, (there, rest) in held if there for n in _expert_numbers(p.shape, rest)}
+        blocks = {tuple(found[:2]) for p, _ in held if len(found := re.split(r"\.(?=\d+\.)|(?<=\d)\.", p.name)) > 1}
+        most = {"pipeline": len(blocks), "experts": len(numbers)}
+        degrees = other_degrees(row.memory, self.available, experts)
+        return row, {name: ways for name, ways in degrees.items() if ways <= most.get(name, ways)}
+
+
+def _expert_numbers(shape: Sequence[int], rest: str) -> Iterable[int]:
+    """Which experts a parameter inside of `experts` is of: the one of its name, or all that are stacked in it."""
+    number = rest.partition(".")[0]
+    return (int(number),) if number.isdecimal() else range(shape[0] if len(shape) == 3 else 0)
 
 
 def _impossible(tp: int, dp: int, split: bool, fsdp: bool, reason: str) -> AdviceRow:
