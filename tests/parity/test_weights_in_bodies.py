@@ -370,6 +370,13 @@ class Interleaved(nn.Module):
         return functional.linear(x, torch.stack((self.a, self.b), -1).flatten(1) * self.scale)
 
 
+class Joined(Interleaved):
+    """One part after the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, torch.cat((self.a, self.b), 1) * self.scale)
+
+
 class Integers(nn.Module):
     """Numbers of four bytes, stored as bytes."""
 
@@ -384,21 +391,24 @@ class Integers(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("up", "down"),
+    ("up", "down", "code"),
     [
-        (Interleaved(WIDTH, INNER, by_rows=True), Interleaved(INNER, WIDTH, by_rows=False)),
-        (Interleaved(WIDTH, INNER, by_rows=True), nn.Linear(INNER, WIDTH)),
-        (nn.Linear(WIDTH, INNER), Interleaved(INNER, WIDTH, by_rows=False)),
-        (Integers(WIDTH, INNER), nn.Linear(INNER, WIDTH)),
+        (nn.Linear(WIDTH, INNER), Joined(INNER, WIDTH, by_rows=False), "TP107"),
+        (Integers(WIDTH, INNER), nn.Linear(INNER, WIDTH), "TP112"),
     ],
 )
-def test_a_rule_of_which_nothing_could_be_split_is_refused_with_the_operation(up: nn.Module, down: nn.Module) -> None:
+def test_a_rule_of_which_nothing_could_be_split_is_refused(up: nn.Module, down: nn.Module, code: str) -> None:
     model = nn.Sequential(OrderedDict(up=up, act=nn.ReLU(), down=down))
     plan = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
     with pytest.raises(CompileError) as caught:
         tpplan.compile_plan(model, plan, 2, (torch.randn(2, 4, WIDTH),))
-    assert {found.code for found in caught.value.diagnostics} == {"TP107"}
-    assert all("aten.mul.Tensor" in found.message for found in caught.value.diagnostics)
+    assert {found.code for found in caught.value.diagnostics} == {code}
+
+
+def test_parts_that_alternate_are_split_with_both_sides() -> None:
+    model = nn.Sequential(Interleaved(WIDTH, INNER, by_rows=True), nn.ReLU(), Interleaved(INNER, WIDTH, by_rows=False))
+    report = tpplan.verify(model, {"version": 1, "modules": {"0": "colwise", "2": "rowwise"}}, 2, x_of())
+    assert report.ok, report.problems
 
 
 def test_a_head_goes_with_its_table() -> None:

@@ -86,6 +86,16 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def own_table(module: nn.Module, name: str) -> dict[str, Any]:
+    """The table that holds a module's own parameter or buffer of a name. For every torch."""
+    return module._buffers if name in module._buffers else module._parameters
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor | None]:
+    """A module's own parameters and buffers. For every torch."""
+    return {**module._parameters, **module._buffers}
+
+
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     """The table that holds a module's children, by name. For every torch."""
     return module._modules

@@ -23,6 +23,11 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A tensor of one-byte floats, which not every backend sends, as bytes; any other as it is. For every torch."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 and tensor.is_floating_point() else tensor
+
+
 def buffer_versions(module: nn.Module) -> list[int]:
     """How often each buffer of a module and of those inside was written to. For every torch."""
     return [buffer._version for buffer in module.buffers()]

@@ -41,6 +41,8 @@ RULED_AS: Mapping[OpOverload, OpOverload] = {
     _aten.index_put_.default: _aten.index_put.default,
     _aten.scatter_add_.default: _aten.scatter_add.default,
 }
+INT_MM = _aten._int_mm.default
+"""A product of int8 in int32, which torch has for two matrices alone, as `mm`; DTensor has no rule for it."""
 # What functions over classes compute, by their names here.
 OF_CLASSES: Mapping[str, OpOverload] = {
     "logsumexp": _aten.logsumexp.default,
@@ -58,7 +60,7 @@ OF_CLASSES: Mapping[str, OpOverload] = {
 }
 
 __all__ = [
-    "ALIAS", "ALIAS_COPY", "BAG", "CLONE", "COUNT_NONZERO", "EQUAL", "FROZEN_BAG", "INDEX", "MASKED_SELECT", "MM",
-    "NONZERO", "NUMBER", "OF_CLASSES", "RULED_AS", "SLICE", "SLICE_COPY", "STRIDED_COPY", "TO_COPY", "UNIQUE",
+    "ALIAS", "ALIAS_COPY", "BAG", "CLONE", "COUNT_NONZERO", "EQUAL", "FROZEN_BAG", "INDEX", "INT_MM", "MASKED_SELECT",
+    "MM", "NONZERO", "NUMBER", "OF_CLASSES", "RULED_AS", "SLICE", "SLICE_COPY", "STRIDED_COPY", "TO_COPY", "UNIQUE",
     "VIEWS_OF_PARTS",
 ]  # fmt: skip

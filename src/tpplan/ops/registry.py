@@ -100,6 +100,9 @@ _ROWS: tuple[tuple[Operator, str], ...] = (
      "sub.Scalar* tan.default* tanh.default* threshold.default* trunc.default* xlogy.Tensor* xlogy.Scalar_Other* "
      "xlogy.Scalar_Self special_entr.default special_erfcx.default special_i0e.default special_i1.default "
      "special_i1e.default special_log_ndtr.default special_xlog1py.default special_zeta.default "
+     "bitwise_left_shift.Tensor* bitwise_left_shift.Tensor_Scalar* bitwise_left_shift.Scalar_Tensor "
+     "bitwise_right_shift.Tensor* bitwise_right_shift.Tensor_Scalar* bitwise_right_shift.Scalar_Tensor "
+     "__lshift__.Scalar __lshift__.Tensor __rshift__.Scalar __rshift__.Tensor ldexp.Tensor ldexp_.default "
      "gelu_backward.default sigmoid_backward.default silu_backward.default tanh_backward.default "
      "threshold_backward.default ones_like.default full_like.default empty_like.default zeros_like.default "
      "fill_.Scalar zero_.default"),
@@ -125,7 +128,7 @@ _ROWS: tuple[tuple[Operator, str], ...] = (
      "argmin.default linalg_vector_norm.default logsumexp.default max.default max.dim min.default min.dim "
      "mse_loss.default prod.default prod.dim_int std.correction var.correction var_mean.correction median.dim "
      "nll_loss_forward.default nll_loss2d_forward.default"),
-    (Operator("product", "one"), "mm.default bmm.default _grouped_mm.default dot.default mv.default"),
+    (Operator("product", "one"), "mm.default bmm.default _grouped_mm.default dot.default mv.default _int_mm.default"),
     (Operator("product"), "linalg_solve_triangular.default"),
     (Operator("product", "mixed"), "addmm.default baddbmm.default convolution.default"),
     (Operator("view", "first"),
@@ -193,9 +196,9 @@ _ROLES: Mapping[str, str] = {
     "places": "nonzero.default",
     "choice": "argmax.default max.dim topk.default",
     # -- products
-    "product": "mm.default bmm.default addmm.default baddbmm.default",
+    "product": "mm.default bmm.default addmm.default baddbmm.default _int_mm.default",
     "plain product": "mm.default addmm.default",
-    "two factors": "mm.default",
+    "two factors": "mm.default _int_mm.default",
     "sum and product": "addmm.default",
     "batched product": "bmm.default",
     "grouped product": "_grouped_mm.default",

@@ -60,7 +60,8 @@ def _held_tensors(name: str, module: nn.Module) -> dict[str, Tensor]:
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if tensor.is_floating_point() else tensor.dtype
+    """One-byte floats are codes, as integers are: what is computed of them is in `dtype`."""
+    return dtype if tensor.is_floating_point() and tensor.itemsize > 1 else tensor.dtype
 
 
 def _parameter(stock: Tensor, norm_weight: bool, generator: Generator) -> Tensor:

@@ -61,7 +61,8 @@ def observe(model: nn.Module, call: Call, cotangent: Cotangent) -> Observation:
         cotangent: the gradient to send into an output, by the output's name; None for none.
     """
     own = call.clone()
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    buffers = {name: local_of(buffer) for name, buffer in model.named_buffers()}
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
     calls: list[ModuleCall] = []
     handles = _watch(model, calls)
     try:
@@ -76,13 +77,16 @@ def observe(model: nn.Module, call: Call, cotangent: Cotangent) -> Observation:
     inputs = {name: _dense(tensor.grad) for name, tensor in own.differentiable().items() if tensor.grad is not None}
     for parameter in model.parameters():
         parameter.grad = None
-    written = {name: b.detach().clone() for name, b in model.named_buffers() if _is_new(b, before.get(name))}
+    buffers = {name: local_of(buffer) for name, buffer in model.named_buffers()}
+    written = {name: b.detach().clone() for name, b in buffers.items() if _is_new(b, before.get(name))}
     return Observation({name: t.detach() for name, t in outputs.items()}, gradients, inputs, tuple(calls), written)
 
 
 def _is_new(buffer: Tensor, before: Tensor | None) -> bool:
     if before is None or before.shape != buffer.shape:
         return True
+    if buffer.is_floating_point() and buffer.itemsize == 1:  # which torch doesn't compare everywhere
+        buffer, before = buffer.view(torch.uint8), before.view(torch.uint8)
     return not bool(((buffer == before) | ((buffer != buffer) & (before != before))).all())
 
 

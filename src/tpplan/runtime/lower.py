@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat.modules import WEIGHTS_LISTED, named_modules, own_buffers, own_parameters, weights_to_list
+from tpplan.compat.modules import WEIGHTS_LISTED, named_modules, own_buffers, own_table, own_tensors, weights_to_list
 from tpplan.compiler.bind.attributes import replaced_attribute
 from tpplan.compiler.ir.program import ParameterPlacement, Program
 from tpplan.compiler.trace.skeleton import make_skeleton
@@ -87,8 +87,8 @@ class Distributor(Protocol):
     owns: bool
     """Whether the model's parameters are its alone, so that what else holds them is given the sharded ones."""
 
-    def distribute(self, parameter: Tensor, placement: ParameterPlacement) -> nn.Parameter:
-        """The parameter that takes the stock one's place."""
+    def distribute(self, parameter: Tensor, placement: ParameterPlacement) -> Tensor:
+        """The parameter, or the buffer, that takes the stock one's place."""
         ...
 
     def place_buffer(self, buffer: Tensor) -> Tensor:
@@ -119,7 +119,8 @@ def lower(model: nn.Module, program: Program, distributor: Distributor, guard: G
         refuse_views(_stock(holders[0], placement) for placement, holders in held)
     # On `meta` they take no memory; what is wrong with one shows there, too.
     empty = [distributor.distribute(_without_numbers(holders[0]), placement) for placement, holders in held]
-    changes = [*_buffer_changes(modules, distributor), *_module_changes(modules, program, distributor, guard)]
+    cut = {id(table[leaf]) for _, holders in held for table, leaf in holders}
+    changes = [*_buffer_changes(modules, distributor, cut), *_module_changes(modules, program, distributor, guard)]
     listing = [module for module in modules.values() if isinstance(module, nn.RNNBase)]
     changes += [_swap_entry(module.__dict__, WEIGHTS_LISTED, []) for module in listing]
     done: list[_Change] = []
@@ -148,25 +149,26 @@ def lower(model: nn.Module, program: Program, distributor: Distributor, guard: G
     return model
 
 
-_Holder = tuple[dict[str, nn.Parameter | None], str]
-"""A module's table of parameters, and the name of one."""
+_Holder = tuple[dict[str, Tensor | None], str]
+"""A module's table of parameters or buffers, and the name of one."""
 
 
 def _held_parameters(model: nn.Module, program: Program) -> list[tuple[ParameterPlacement, list[_Holder]]]:
     """Every parameter's placement, and who has it."""
     modules = dict(named_modules(model, remove_duplicate=False))
     names = [(placement, [name.rpartition(".") for name in placement.names]) for placement in program.parameters]
-    return [(placement, [(own_parameters(modules[o]), leaf) for o, _, leaf in every]) for placement, every in names]
+    return [(placement, [(own_table(modules[o], leaf), leaf) for o, _, leaf in every]) for placement, every in names]
 
 
 def _without_numbers(holder: _Holder) -> Tensor:
     table, leaf = holder
     stock = table[leaf]
     assert stock is not None, leaf
-    return torch.empty_like(stock, device="meta", requires_grad=stock.requires_grad)
+    empty = torch.empty_like(stock, device="meta")
+    return nn.Parameter(empty, stock.requires_grad) if isinstance(stock, nn.Parameter) else empty
 
 
-def _stock(holder: _Holder, placement: ParameterPlacement) -> tuple[nn.Parameter, str]:
+def _stock(holder: _Holder, placement: ParameterPlacement) -> tuple[Tensor, str]:
     table, leaf = holder
     stock = table[leaf]
     assert stock is not None, placement.name
@@ -174,7 +176,7 @@ def _stock(holder: _Holder, placement: ParameterPlacement) -> tuple[nn.Parameter
 
 
 def _replace(
-    holders: list[_Holder], placement: ParameterPlacement, empty: nn.Parameter, distributor: Distributor
+    holders: list[_Holder], placement: ParameterPlacement, empty: Tensor, distributor: Distributor
 ) -> list[Replaced]:
     """Make a parameter, and free the one whose place it takes; returns that if anybody else holds it."""
     stock, name = _stock(holders[0], placement)
@@ -192,12 +194,12 @@ def _replace(
     return [(stock, replacement, name)]
 
 
-def _buffer_changes(modules: dict[str, nn.Module], distributor: Distributor) -> list[_Change]:
+def _buffer_changes(modules: dict[str, nn.Module], distributor: Distributor, cut: set[int]) -> list[_Change]:
     placed: dict[int, Tensor] = {}
     changes: list[_Change] = []
     for module in modules.values():
         for leaf, buffer in own_buffers(module).items():
-            if buffer is None:
+            if buffer is None or id(buffer) in cut:
                 continue
             if id(buffer) not in placed:
                 placed[id(buffer)] = distributor.place_buffer(buffer)
@@ -232,7 +234,7 @@ def _module_changes(
     if isinstance(axis, LockstepCommunicator):
         changes.append(_Change(functools.partial(check_modules, modules, axis, stock_class), _nothing))
         changes.append(_Change(variants.follow, _nothing))
-    return changes + [_take_whole_states(module) for module in modules.values() if own_parameters(module)]
+    return changes + [_take_whole_states(module) for module in modules.values() if own_tensors(module)]
 
 
 def _nothing() -> None:

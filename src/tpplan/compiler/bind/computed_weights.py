@@ -14,6 +14,7 @@ placement to say, which walks them like any body.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -21,9 +22,11 @@ from torch import nn
 
 from tpplan.compat.modules import PARAMETRIZATIONS, named_modules, parametrized_tensors
 from tpplan.compiler.bind.linear import Addend, Product
+from tpplan.compiler.bind.misfits import is_coded
 from tpplan.compiler.bind.products import Dims, find_use, moved
 from tpplan.compiler.bind.readers import Readers
-from tpplan.compiler.ir.trace import Frame, Operation
+from tpplan.compiler.ir.trace import Frame, Operation, Value
+from tpplan.ops.dim_map import dim_of
 from tpplan.ops.registry import first_factor, lookup
 from tpplan.plan import Style
 
@@ -40,6 +43,7 @@ class Computed:
         parts: the parameters and buffers that it is computed of, by name; for each of their dims, which of its own it
             goes into.
         buffers: which of them are buffers.
+        codes: which of them hold what stands for most of the numbers, such as int8, or int4 two to a byte.
         in_body: whether the layer's own forward computes it, and no parametrization does.
     """
 
@@ -47,6 +51,7 @@ class Computed:
     use: Product | Addend
     parts: Mapping[str, Dims]
     buffers: Collection[str]
+    codes: Collection[str] = ()
     in_body: bool = False
 
     def form_of(self, part: str, style: Style) -> Product | Addend | None:
@@ -64,8 +69,9 @@ class Computed:
         return replace(use, output_dim=outputs, input_dim=inputs, alike=())
 
     def is_split(self, style: Style) -> bool:
-        """Whether any parameter is."""
-        return any(self.form_of(part, style) is not None for part in self.parts if part not in self.buffers)
+        """Whether the codes are, if it has any; else whether any parameter is."""
+        own = self.codes or [part for part in self.parts if part not in self.buffers]
+        return any(self.form_of(part, style) is not None for part in own)
 
 
 def computed_tensors(model: nn.Module, readers: Readers) -> dict[str, tuple[Computed, ...]]:
@@ -88,8 +94,23 @@ def computed_tensors(model: nn.Module, readers: Readers) -> dict[str, tuple[Comp
         use = find_use(readers, made)
         if use is not None:
             parts = {name: dims for name, dims in parts_of(readers, made) if name.startswith(f"{inner}.")}
-            found[leaves[inner]] = (*found.get(leaves[inner], ()), Computed(made, use, parts, buffers & parts.keys()))
+            computed = Computed(made, use, parts, buffers & parts.keys(), codes_among(readers, parts))
+            found[leaves[inner]] = (*found.get(leaves[inner], ()), computed)
     return found
+
+
+def codes_among(readers: Readers, parts: Collection[str]) -> frozenset[str]:
+    """Of stored tensors the largest that stand for numbers, of four bits or more, if no other holds more of them."""
+    kinds = {name: readers.trace.values[v] for v, names in readers.trace.stored.items() for name in names}
+    sizes = {part: math.prod(kinds[part].shape) for part in parts}
+    coded = {part: 2 * sizes[part] * kinds[part].dtype.itemsize for part in parts if _is_coded(kinds[part])}
+    most = max(coded.values(), default=0)
+    plain = max((size for part, size in sizes.items() if part not in coded), default=0)
+    return frozenset(part for part, size in coded.items() if size == most > plain)
+
+
+def _is_coded(value: Value) -> bool:
+    return is_coded(value.shape, value.dtype)
 
 
 def layer_of(name: str) -> str:
@@ -138,10 +159,45 @@ def _before(readers: Readers, operation: Operation, made: int, dims: Dims) -> It
             into = _convolved(place, before, after)
         elif operation.is_a("batch norm"):
             into = tuple(range(len(before))) if place == 0 else (1,)
+        elif operation.is_a("join", "stack") and before:
+            along = dim_of(operation.target, operation.arguments, len(after))
+            kept = [None if d == along else d for d in range(len(after))]
+            into = tuple(kept if len(before) == len(after) else kept[:along] + kept[along + 1 :])
+        elif operation.is_a("reshape"):
+            into = _reshaped(before, after)
+        elif place > 0 and operation.is_a("pick", "row look-up", "take") and len(before) <= len(after):
+            first = _first_picked(operation)  # the numbers that say which
+            into = tuple(range(first, first + len(before)))
         else:
             into = _inverse(moved(readers, operation, value, tuple(range(len(before)))), len(before))
             into = _broadcast(before, after) if into is None and before == after else into
         yield value, (None,) * len(before) if into is None else tuple(None if d is None else dims[d] for d in into)
+
+
+def _first_picked(operation: Operation) -> int:
+    """Where the dims of the numbers by which entries are picked stand in what is picked."""
+    if operation.is_a("index"):
+        return next((d for d, held in enumerate(operation.arguments[1]) if held is not None), 0)
+    return operation.arguments[1] if operation.is_a("pick") else 0
+
+
+def _reshaped(before: tuple[int, ...], after: tuple[int, ...]) -> Dims:
+    """Where the dims go that a view takes apart and joins: of each run of dims that it rearranges, the first stays so.
+
+    (outputs, groups, 8) -> (outputs, inputs): 0, 1, None. A part of the first is a part of what the run has become.
+    """
+    into: list[int | None] = [None] * len(before)
+    mine, theirs = [d for d, n in enumerate(before) if n != 1], [d for d, n in enumerate(after) if n != 1]
+    while mine and theirs:
+        own, other = mine.pop(0), theirs.pop(0)
+        into[own] = other
+        counts = [before[own], after[other]]
+        while counts[0] != counts[1]:
+            side, dims, shape = (0, mine, before) if counts[0] < counts[1] else (1, theirs, after)
+            if not dims:
+                return tuple(into)
+            counts[side] *= shape[dims.pop(0)]
+    return tuple(into)
 
 
 def _convolved(place: int, before: tuple[int, ...], after: tuple[int, ...]) -> Dims:
@@ -173,4 +229,4 @@ def names_among(computed: Collection[Computed]) -> frozenset[str]:
     return frozenset(name for held in computed for name in held.parts)
 
 
-__all__ = ["Computed", "computed_tensors", "layer_of", "names_among", "parts_of"]
+__all__ = ["Computed", "codes_among", "computed_tensors", "layer_of", "names_among", "parts_of"]

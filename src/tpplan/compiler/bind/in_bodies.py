@@ -19,9 +19,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from torch import nn
 
 from tpplan.compat.modules import named_modules
-from tpplan.compiler.bind.computed_weights import Computed, computed_tensors, parts_of
+from tpplan.compiler.bind.computed_weights import Computed, codes_among, computed_tensors, parts_of
 from tpplan.compiler.bind.linear import Addend, Product, linear_form
-from tpplan.compiler.bind.products import find_use, moved
+from tpplan.compiler.bind.products import find_buffer_use, find_use, moved
 from tpplan.compiler.bind.readers import Readers
 from tpplan.compiler.ir.trace import Frame, Operation, Value
 from tpplan.plan import Style
@@ -57,10 +57,10 @@ def members_of(readers: Readers, layer: str, weights: Collection[Computed], styl
     frame = next(frame for frame in readers.trace.root.walk() if frame.module == layer and frame.exits)
     members = dict.fromkeys((name for weight in weights for name in weight.parts), style)
     after = _following(frame, {weight.use.made for weight in weights if isinstance(weight.use, Product)})
-    for value, names in readers.trace.parameters.items():
+    for value, names in readers.trace.stored.items():
         if names[0] in members or not names[0].startswith(f"{layer}."):
             continue
-        use = find_use(readers, value)
+        use = find_buffer_use(readers, value) if value in readers.trace.buffers else find_use(readers, value)
         if isinstance(use, Product) or (use is not None and use.made in after and use.is_added):
             members[names[0]] = style
         elif use is not None and use.made is not None and (use.made in after) == (style is Style.COLWISE):
@@ -83,13 +83,14 @@ def _computed(readers: Readers, frame: Frame, passed: frozenset[int]) -> Iterato
     seen: set[int] = set()
     for operation in _products(frame):
         for value in operation.inputs if not passed.isdisjoint(operation.inputs) else ():
-            if value in passed or value in seen or not _is_computed(readers, value):
+            if value in passed or value in seen:
                 continue
             seen.add(value)
             use = find_use(readers, value)
             parts = {name: dims for name, dims in parts_of(readers, value) if name.startswith(f"{frame.module}.")}
-            if use is not None and parts:
-                yield Computed(value, use, parts, buffers & parts.keys(), in_body=True)
+            codes = codes_among(readers, parts)
+            if use is not None and (codes or (parts and _is_computed(readers, value))):
+                yield Computed(value, use, parts, buffers & parts.keys(), codes, in_body=True)
 
 
 def _is_layer(readers: Readers, frame: Frame, passed: frozenset[int]) -> bool:

@@ -6,13 +6,14 @@ out: TP101 for a style that isn't for such a module, TP112 for what the module d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 
-from tpplan.compat.modules import computed_weights, named_modules, own_parameters, parametrized_tensors
+from tpplan.compat.modules import computed_weights, named_modules, own_buffers, own_parameters, parametrized_tensors
 from tpplan.compiler.bind.linear import is_convolution, is_grouped_convolution, linear_form
 from tpplan.compiler.bind.recurrent_layers import is_recurrent, obstacle
 from tpplan.compiler.bind.tables import is_table
@@ -81,15 +82,22 @@ def not_followed(module: nn.Module, name: str, rule: Rule) -> Diagnostic:
     return _computed(name, rule, leaf, f"the parametrization `{type(steps[0]).__name__}`", remove)
 
 
-def of_whole_parts(name: str, rule: Rule, parts: Iterable[str]) -> Diagnostic:
-    """TP112 for a layer whose own forward computes its weight of what can't be split with it."""
+def of_whole_parts(name: str, rule: Rule, parts: Iterable[str], other: Style | None) -> Diagnostic:
+    """TP112 for a layer whose own forward computes its weight of what can't be split with it.
+
+    Args:
+        name, rule: the layer, and what the plan says of it.
+        parts: what it computes its weight of.
+        other: a style by which these could be split, as numbers that lie flat, row after row, can by rows alone.
+    """
     held = all_of(sorted(parts))
     return Diagnostic(
         code="TP112",
         message=f"`{name}` computes its weight in each forward, and no dim of {held} stands for the features "
         f"that `{rule.style}` splits, and for these alone",
         span=rule.style_span,
-        help=f"remove the rule, so that `{name}` stays whole",
+        help=(f"make `{name}` `{other}`, which {held} can be split by, or " if other is not None else "")
+        + f"remove the rule, so that `{name}` stays whole",
         subject=name,
     )
 
@@ -221,7 +229,14 @@ def may_wrap(module: nn.Module) -> bool:
 
 def may_compute(module: nn.Module) -> bool:
     """Whether a module that is no layer by its class may compute the weight of one."""
-    return any(held is not None and held.dim() >= 2 for held in own_parameters(module).values())
+    stored = (*own_parameters(module).values(), *own_buffers(module).values())
+    return any(held is not None and (held.dim() >= 2 or is_coded(held.shape, held.dtype)) for held in stored)
+
+
+def is_coded(shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether a stored tensor holds what stands for numbers: integers, several to a byte or not, or one-byte floats."""
+    numbers = dtype.is_floating_point or dtype.is_complex
+    return bool(shape) and dtype is not torch.bool and (not numbers or dtype.itemsize == 1)
 
 
 def _mismatch(module: nn.Module, name: str, rule: Rule, what: str) -> Diagnostic:
@@ -259,4 +274,4 @@ def _suggest_style(module: nn.Module, name: str) -> str:
     return "a module of this kind can be `sequence` or `replicate`"
 
 
-__all__ = ["holds_experts", "may_compute", "may_wrap", "misfit", "not_followed", "of_whole_parts"]
+__all__ = ["holds_experts", "is_coded", "may_compute", "may_wrap", "misfit", "not_followed", "of_whole_parts"]

@@ -75,6 +75,7 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
     computed = computed_by_layers(model, readers)
     modules = _with_parameters(binding, readers, frames, findings, partly, grouped, computed)
     findings += _unfollowed(model, binding, computed, grouped, partly)
+    values = {name: value for value, names in readers.trace.stored.items() for name in names}
     uses: dict[str, Use] = {}
     for name, bound in modules.items():
         if bound.form is not None and bound.style in (Style.COLWISE, Style.ROWWISE):
@@ -91,6 +92,8 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
     for name, use in uses.items():
         shared = of_body(use, uneven)
         held = _refined(modules[name], use, Axis(size, heads, shared))
+        if isinstance(held, Bound) and held.is_parameter and name in values:
+            held = _in_entries(held, use.features, readers.trace.values[values[name]].shape, size)
         if isinstance(held, Diagnostic):
             findings.append(held)
             continue
@@ -208,7 +211,11 @@ def _unfollowed(
         weights = [t for t in computed.get(name, ()) if t.in_body and isinstance(t.use, Product)]
         if bound is not None and weights and not leaves and bound.rule.style in (Style.COLWISE, Style.ROWWISE):
             whole = next((tensor for tensor in weights if not tensor.is_split(bound.rule.style)), None)
-            found += [] if whole is None else [of_whole_parts(name, bound.rule, whole.parts)]
+            other = Style.ROWWISE if bound.rule.style is Style.COLWISE else Style.COLWISE
+            by_other = whole is not None and whole.is_split(other)
+            found += (
+                [] if whole is None else [of_whole_parts(name, bound.rule, whole.parts, other if by_other else None)]
+            )
         if not leaves or bound is None or bound.style not in (Style.COLWISE, Style.ROWWISE) or bound.is_parameter:
             continue
         held = computed.get(name, ())
@@ -352,6 +359,36 @@ def _refined(bound: Bound, use: Use, axis: Axis) -> Bound | Diagnostic:
         return replace(bound, style=Style.REPLICATE, form=None)
     several = len(packs) > 1 or packs[0].replicas > 1 or packs[0].parts
     return replace(bound, packs=tuple(packs)) if several else bound
+
+
+def _in_entries(bound: Bound, features: int, shape: tuple[int, ...], size: int) -> Bound | Diagnostic:
+    """The packs in entries of the tensor, of which each may stand for a group of features, or for a part of one."""
+    layout = bound.layout_of("")
+    if layout is None or layout.dim is None or shape[layout.dim] == features:
+        return bound
+    entries, packs = shape[layout.dim], bound.packs or (Pack(features),)
+    scaled = [pack.scaled(entries, features) for pack in packs]
+    for pack, held in zip(packs, scaled, strict=True):
+        cut = [[n * entries for n in pack.part(size, rank)] for rank in range(size)]
+        if held is None or any([n * features for n in held.part(size, r)] != cut[r] for r in range(size)):
+            return _cut_entries(bound, features, entries, size)
+    return replace(bound, packs=tuple(pack for pack in scaled if pack is not None)) if bound.packs else bound
+
+
+def _cut_entries(bound: Bound, features: int, entries: int, size: int) -> Diagnostic:
+    """TP102 for groups of features that are quantised, or packed, together, and that the axis would cut."""
+    counted = "outputs" if bound.style is Style.COLWISE else "inputs"
+    each = f"groups of {features // entries} {counted}"
+    groups = each if features % entries == 0 else f"{entries} groups of {features} {counted}"
+    return Diagnostic(
+        code="TP102",
+        message=f"`{bound.name}` can't be split: its entries stand for {groups}; {-(-features // size)} a rank, on "
+        f"{size} ranks, would cut groups",
+        span=bound.rule.style_span,
+        label=f"{groups}; {-(-features // size)} a rank",
+        help=f"{fitting_ranks(entries, size)}, quantise in smaller groups, or remove the rule",
+        subject=bound.name,
+    )
 
 
 def _as_named(bound: Bound, taken: Taken) -> Taken:

@@ -100,10 +100,10 @@ def split_values(given: CheckInput, mismatch: Mismatch) -> Iterator[int]:
 
 
 def splits_parameters(given: CheckInput, frame: Frame) -> bool:
-    """Whether a body itself reads a parameter that is sharded."""
+    """Whether a body itself reads a parameter, or a buffer, that is sharded."""
     layouts = given.assignment.layouts
     read = (i for node in frame.body if isinstance(node, Operation) for i in node.inputs)
-    return any(i in given.trace.parameters and layouts.get(i, REPLICATED).is_sharded for i in read)
+    return any(i in given.trace.stored and layouts.get(i, REPLICATED).is_sharded for i in read)
 
 
 def split_size(given: CheckInput, value: int) -> int | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tpplan.compat.modules import named_modules, own_buffers, own_parameters
 from tpplan.compiler.bind.bind import Binding, Bound
@@ -170,8 +170,9 @@ def _parameters(
     model: nn.Module, size: int, binding: Binding, assignment: Assignment
 ) -> tuple[ParameterPlacement, ...]:
     names: dict[int, list[str]] = defaultdict(list)
-    parameters: dict[int, nn.Parameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    parameters: dict[int, Tensor] = {}
+    buffers = ((n, b) for n, b in model.named_buffers(remove_duplicate=False) if _is_stored_in_parts(n, binding))
+    for name, parameter in (*model.named_parameters(remove_duplicate=False), *buffers):
         names[id(parameter)].append(name)
         parameters[id(parameter)] = parameter
     found: list[ParameterPlacement] = []
@@ -196,8 +197,13 @@ def _parameters(
     return tuple(found)
 
 
+def _is_stored_in_parts(name: str, binding: Binding) -> bool:
+    """Whether each rank stores its part of a buffer alone: of what a layer computes its weight of."""
+    return binding.parameters[name].is_sharded and bool(binding.owners[name].wrapper)
+
+
 def _buffers(trace: Trace, model: nn.Module, size: int, binding: Binding) -> tuple[ParameterPlacement, ...]:
-    """The buffers that the plan splits."""
+    """The buffers that the plan splits, and that each rank stores whole."""
     tensors = dict(model.named_buffers(remove_duplicate=False))
     return tuple(
         ParameterPlacement(
@@ -212,7 +218,7 @@ def _buffers(trace: Trace, model: nn.Module, size: int, binding: Binding) -> tup
             origin=binding.owners[names[0]].rule.origin,
         )
         for names in trace.buffers.values()
-        if (layout := binding.parameters[names[0]]).is_sharded
+        if (layout := binding.parameters[names[0]]).is_sharded and not _is_stored_in_parts(names[0], binding)
     )
 
 

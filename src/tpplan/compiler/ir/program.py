@@ -82,7 +82,7 @@ class Reshard:
 
 @dataclass(frozen=True, slots=True)
 class ParameterPlacement:
-    """What becomes of a parameter.
+    """What becomes of a parameter, or of a buffer that a rank stores its part of.
 
     Attributes:
         names: every name it goes by; the first is canonical.

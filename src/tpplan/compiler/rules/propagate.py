@@ -49,7 +49,7 @@ from tpplan.compiler.rules.slices import ways_to_slice
 from tpplan.compiler.rules.users_operators import layouts_by_rules, rules_of
 from tpplan.ops.declared import registering
 from tpplan.ops.dim_map import with_dims_from_the_front
-from tpplan.ops.issued import MM, RULED_AS
+from tpplan.ops.issued import INT_MM, MM, RULED_AS
 from tpplan.ops.registry import Operator, lookup
 
 _END = sys.maxsize
@@ -444,6 +444,7 @@ class Propagator:
         target = RULED_AS.get(target, target)
         if target in RULED_AS.values() and _all_partial(arguments):
             return tuple(PARTIAL for _ in node.outputs)
+        target = MM if target is INT_MM else target
         try:
             placements = propagate(target, arguments, dict(keywords), self.size)
         except NoRule as error:

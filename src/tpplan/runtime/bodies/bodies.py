@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from tpplan.compat.modules import own_buffers
 from tpplan.compiler.ir.layout import PARTIAL, Collective, Layout
 from tpplan.compiler.ir.program import Boundary, KernelUse, ModuleProgram, ParameterPlacement, Program, Reshard
 from tpplan.compiler.ir.replaced_bodies import RecordedBody, Recurrence, SharedExperts, SplitNorm
@@ -44,6 +45,7 @@ from tpplan.runtime.parameters.handed_out import (
     SummedReader,
     ZerosReader,
     buffer_reader,
+    local_part,
 )
 from tpplan.runtime.random.mixed_draws import CallersStream, DrawCounter, MixedStreams, OneStream, Randomness
 from tpplan.runtime.random.randomness import SplitRandomness
@@ -96,7 +98,7 @@ def prepare(
             are looked up.
     """
     placements = {name: held for held in (*program.parameters, *program.buffers) for name in held.names}
-    buffers = {name for placement in program.buffers for name in placement.names}
+    buffers = {name for name in placements if _is_buffer(modules, name)}
     context = CallContext()
     handed_out = HandedOut(axis, context)
     readers = _readers(modules, program, handed_out)
@@ -308,6 +310,11 @@ def _owner(modules: dict[str, nn.Module], name: str) -> tuple[nn.Module, str]:
     return modules[owner], leaf
 
 
+def _is_buffer(modules: dict[str, nn.Module], name: str) -> bool:
+    owner, leaf = _owner(modules, name)
+    return leaf in own_buffers(owner)
+
+
 def _readers(
     modules: dict[str, nn.Module], program: Program, handed_out: HandedOut
 ) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -315,12 +322,14 @@ def _readers(
     summed = frozenset(_owner(modules, placement.name) for placement in program.summed_parameters)
     members: dict[str, list[tuple[nn.Module, str]]] = {}
     for placement in program.parameters:
-        if not placement.summed:
+        if not placement.summed and not _is_buffer(modules, placement.name):
             members.setdefault(_block(modules, placement.name), []).append(_owner(modules, placement.name))
     blocks = {block: BlockReader(handed_out, held) for block, held in members.items()}
     found: dict[str, Callable[[Tensor], Tensor]] = {}
     for placement in program.parameters:
-        if placement.summed:
+        if _is_buffer(modules, placement.name):
+            read = local_part
+        elif placement.summed:
             read = SummedReader(handed_out, _owner(modules, placement.name), summed)
         else:
             read = blocks[_block(modules, placement.name)]

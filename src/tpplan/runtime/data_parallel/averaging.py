@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tpplan.compat.autograd import after_backward, runs_backward
 from tpplan.compat.dtensors import local_of, make_gradient
 from tpplan.compat.modules import copy_all
+from tpplan.compat.tensors import as_bytes
 from tpplan.plan import TpplanError
 from tpplan.runtime.ranks.faults import naming_ranks
 
@@ -177,7 +178,7 @@ def equalise(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> No
     for parameter in parameters:
         local = local_of(parameter).detach()
         sent = local.contiguous()
-        dist.broadcast(torch.view_as_real(sent) if sent.is_complex() else sent, group=group, group_src=0)
+        dist.broadcast(torch.view_as_real(sent) if sent.is_complex() else as_bytes(sent), group=group, group_src=0)
         if sent is not local:
             local.copy_(sent)
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tpplan.compat.dtensors import made_dtensor
-from tpplan.compat.tensors import name_tensor
+from tpplan.compat.tensors import as_bytes, name_tensor
 from tpplan.compiler.ir.program import ParameterPlacement
 from tpplan.runtime.parameters.packed_tensors import packed_tensor
 from tpplan.runtime.parameters.pieces import Part, narrowed, part
@@ -41,8 +41,8 @@ class MeshDistributor:
         self.device = device_of_mesh(mesh)
         self._source = source
 
-    def distribute(self, parameter: Tensor, placement: ParameterPlacement) -> nn.Parameter:
-        """This rank's part of `parameter`, as a DTensor parameter on the mesh's device."""
+    def distribute(self, parameter: Tensor, placement: ParameterPlacement) -> Tensor:
+        """This rank's part of a parameter or a buffer, as a DTensor on the mesh's device that is one, too."""
         local = self._local(parameter.detach(), placement)
         layout, count = placement.layout, placement.shape[placement.layout.dim or 0] if placement.shape else 0
         if layout.packs or (layout.is_sharded and not layout.is_even(count, self.axis.size)):
@@ -53,6 +53,8 @@ class MeshDistributor:
             stored = [placement.layout.stored_placement]
             distributed = made_dtensor(ShardedTensor, local, self.mesh, stored, placement.shape)
         name_tensor(distributed, placement.name)
+        if not isinstance(parameter, nn.Parameter):
+            return distributed
         return nn.Parameter(distributed, requires_grad=parameter.requires_grad)
 
     def _local(self, whole: Tensor, placement: ParameterPlacement) -> Tensor:
@@ -84,7 +86,7 @@ class MeshDistributor:
             return whole.to(self.device)
         sent = whole.to(self.device, copy=True, memory_format=torch.contiguous_format)
         with naming_ranks("the broadcast of the first rank's parameters"):
-            dist.broadcast(sent, group=self._source, group_src=0)
+            dist.broadcast(as_bytes(sent), group=self._source, group_src=0)
         return sent
 
     def place_buffer(self, buffer: Tensor) -> Tensor:

@@ -359,6 +359,11 @@ def buffer_reader(layout: Layout, shape: tuple[int, ...], axis: Communicator) ->
     return functools.partial(taken, dim=layout.dim, intervals=layout.intervals(shape[layout.dim], axis.size, axis.rank))
 
 
+def local_part(buffer: Tensor) -> Tensor:
+    """What this rank stores of a buffer; a functional call has one of its own in its place."""
+    return local_of(buffer) if isinstance(buffer, DTensor) else buffer
+
+
 class _CountedOnce(torch.autograd.Function):
     """A tensor on rank 0, zeros elsewhere: a term of a sum over the ranks. Its gradient is whole on every rank."""
 

@@ -24,8 +24,8 @@ from tpplan.compat.subclasses import without_tensor_classes
 from tpplan.compat.tensors import base_of, use_count
 from tpplan.runtime.parameters.sharded_tensors import ShardedTensor, refusal
 
-Replaced = tuple[nn.Parameter, nn.Parameter, str]
-"""A stock parameter, the sharded one, and its name."""
+Replaced = tuple[Tensor, Tensor, str]
+"""A stock parameter or buffer, the sharded one, and its name."""
 _SCANS = 64
 _NAME = "tpplan_name"
 
@@ -57,14 +57,14 @@ def _flat(held: Any) -> Sequence[Any]:
     return [held]
 
 
-def inherit(stock: nn.Parameter, sharded: nn.Parameter) -> None:
+def inherit(stock: Tensor, sharded: Tensor) -> None:
     """Let a sharded parameter have what was set on the stock one, and its gradient."""
     vars(sharded).update(vars(stock))
     if stock.grad is not None and isinstance(sharded, ShardedTensor):
         sharded.grad = stock.grad
 
 
-def refuse_views(parameters: Iterable[tuple[nn.Parameter, str]]) -> None:
+def refuse_views(parameters: Iterable[tuple[Tensor, str]]) -> None:
     """Refuse parameters of which somebody has a view, or an entry in a weak container: nobody can replace these.
 
     A weak reference by itself ends with the parameter, and shows it.
@@ -89,7 +89,7 @@ def refuse_views(parameters: Iterable[tuple[nn.Parameter, str]]) -> None:
             )
 
 
-def refuse_gradients(stock: nn.Parameter, name: str) -> bool:
+def refuse_gradients(stock: Tensor, name: str) -> bool:
     """Raise from a backward that is still to come to a stock parameter; whether there may be one."""
     if use_count(stock) == 1 or not stock.requires_grad:
         return False
@@ -104,7 +104,7 @@ def refuse_gradients(stock: nn.Parameter, name: str) -> bool:
     return True
 
 
-def is_held(parameter: nn.Parameter) -> bool:
+def is_held(parameter: Tensor) -> bool:
     """Whether somebody but the caller, in one variable, holds a parameter."""
     return sys.getrefcount(parameter) > 3  # the caller's, this function's, and the argument here
 
@@ -135,7 +135,7 @@ _WEAK_CONTAINERS = ("weakref", "_weakrefset")  # of Python; compilers keep weak 
 _OURS = 4  # in `replaced`, in `waiting`, the loop's variable, and the argument
 
 
-def _fill(holder: Any, new: Mapping[int, nn.Parameter], depth: int = 0) -> None:
+def _fill(holder: Any, new: Mapping[int, Tensor], depth: int = 0) -> None:
     """Put the sharded parameters in the places of the stock ones."""
     if isinstance(holder, list):
         listed = cast("list[Any]", holder)
@@ -159,7 +159,7 @@ def _fill(holder: Any, new: Mapping[int, nn.Parameter], depth: int = 0) -> None:
             _fill_dict(cast("dict[Any, Any]", own), new)
 
 
-def _fill_dict(held: dict[Any, Any], new: Mapping[int, nn.Parameter]) -> None:
+def _fill_dict(held: dict[Any, Any], new: Mapping[int, Tensor]) -> None:
     for name, item in held.items():
         if id(item) in new:
             held[name] = new[id(item)]
@@ -171,7 +171,7 @@ def _fill_dict(held: dict[Any, Any], new: Mapping[int, nn.Parameter]) -> None:
             held[name if sharded is None else sharded] = item if sharded is None else _cut(item, sharded)
 
 
-def _cut(state: Any, sharded: nn.Parameter) -> Any:
+def _cut(state: Any, sharded: Tensor) -> Any:
     """What an optimizer keeps for a parameter: of tensors of its shape each rank's part."""
     if isinstance(state, dict):
         own = cast("dict[str, Any]", state)
@@ -183,7 +183,7 @@ def _cut(state: Any, sharded: nn.Parameter) -> Any:
     return state
 
 
-def _replace_tuple(held: tuple[Any, ...], new: Mapping[int, nn.Parameter], depth: int) -> None:
+def _replace_tuple(held: tuple[Any, ...], new: Mapping[int, Tensor], depth: int) -> None:
     made = tuple(new.get(id(item), item) for item in held)
     for outer in gc.get_referrers(held):
         _fill(outer, cast("Any", {id(held): made}), depth + 1)

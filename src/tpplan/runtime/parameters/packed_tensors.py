@@ -28,6 +28,7 @@ from tpplan.compat.dtensors import OwnPlacement, local_of, made_dtensor, placed_
 from tpplan.compat.placements import interleaving
 from tpplan.compat.process_groups import gathered_over_ranks
 from tpplan.compat.subclasses import OFF
+from tpplan.compat.tensors import as_bytes
 from tpplan.compiler.ir.layout import Layout, Pack
 from tpplan.runtime.parameters import pieces
 from tpplan.runtime.parameters.pieces import Box, Part
@@ -308,6 +309,7 @@ def gathered(part: Tensor, packing: PackedShard, mesh: DeviceMesh) -> Tensor:
     places = [_place(mesh, axes, held) for held in itertools.product(*(range(mesh.size(i)) for i in axes))]
     parts = [packing.part(mesh, place) for place in places]
     longest = [max(sizes) for sizes in zip(*(held.shape for held in parts), strict=True)]
+    kind, part = part.dtype, as_bytes(part)
     sent = part.detach().contiguous()
     if tuple(longest) != tuple(part.shape):
         sent = part.new_zeros(longest)
@@ -320,7 +322,7 @@ def gathered(part: Tensor, packing: PackedShard, mesh: DeviceMesh) -> Tensor:
         own = pieces.beginning(numbers.view(longest), held.shape)
         for box in held.owned:
             box.of_whole(whole).copy_(box.of_part(own))
-    return whole
+    return whole.view(kind)
 
 
 def _place(mesh: DeviceMesh, axes: list[int], held: tuple[int, ...]) -> tuple[int, ...]:

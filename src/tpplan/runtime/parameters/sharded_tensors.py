@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from tpplan.compat.dtensors import OwnPlacement, OwnTensor, local_of, new_distributed_tensor
+from tpplan.compat.dtensors import OwnPlacement, OwnTensor, local_of, made_dtensor, new_distributed_tensor
 from tpplan.compat.dynamo import skip_frame
 from tpplan.compat.placements import interleaving
-from tpplan.compat.tensors import base_of, is_gathered, name_alike, name_of
+from tpplan.compat.tensors import as_bytes, base_of, is_gathered, name_alike, name_of
 from tpplan.compiler.ir.layout import REPLICATED, sharded
 from tpplan.plan import Diagnostic, PlanError, Severity
 from tpplan.runtime.parameters import pieces
@@ -190,7 +190,11 @@ class ShardedTensor(WholeMethods, OwnTensor):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole; a collective."""
         with naming_ranks(f"the gathering of {shown(self)}"):
-            return self._as_dtensor().full_tensor(grad_placements=grad_placements)
+            bits = as_bytes(local_of(self))
+            if bits.dtype == self.dtype:
+                return self._as_dtensor().full_tensor(grad_placements=grad_placements)
+            sent = made_dtensor(DTensor, bits, self.device_mesh, self.placements, self.shape)
+            return sent.full_tensor().view(self.dtype)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any

@@ -10,14 +10,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tpplan.compat.dtensors import local_of, made_dtensor
-from tpplan.compat.modules import own_parameters
+from tpplan.compat.modules import own_tensors
 from tpplan.runtime.parameters.packed_tensors import PackedTensor
 from tpplan.runtime.parameters.sharded_tensors import ShardedTensor, part_of
 
 
 def take_parts(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
     """A hook before a module's `load_state_dict`: of whole tensors, this rank's parts."""
-    for leaf, parameter in own_parameters(module).items():
+    for leaf, parameter in own_tensors(module).items():
         held = state.get(prefix + leaf)
         if isinstance(parameter, DTensor) and isinstance(held, Tensor) and held.shape == parameter.shape:
             whole = _whole(ShardedTensor.adopted(held), parameter)

@@ -25,6 +25,7 @@ from tpplan.compat.process_groups import (
     traced_all_to_all,
     traced_reduce_scatter,
 )
+from tpplan.compat.tensors import as_bytes
 from tpplan.runtime.ranks.faults import lost_rank
 from tpplan.runtime.ranks.one_shot import SharedMemory, share_memory
 from tpplan.runtime.ranks.profiled import named_range
@@ -149,12 +150,12 @@ class ProcessGroupCommunicator:
         """See `Communicator`."""
         tensor = tensor.contiguous()
         if is_traced():
-            gathered = _like(traced_all_gather(_real(tensor), self.size, self._name), tensor)
+            gathered = _like(traced_all_gather(_sent(tensor), self.size, self._name), tensor)
             return gathered if dim == 0 else torch.cat(gathered.chunk(self.size), dim)
         gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
         try:
             with self._named("all-gather"):
-                _wait(self._gather(_real(gathered), _real(tensor)))
+                _wait(self._gather(_sent(gathered), _sent(tensor)))
         except RuntimeError as error:
             self._raise("all-gather", tensor, error)
         return gathered if dim == 0 else torch.cat(gathered.chunk(self.size), dim)
@@ -178,12 +179,12 @@ class ProcessGroupCommunicator:
         """See `Communicator`."""
         sent = torch.stack(tensor.chunk(self.size, split_dim))
         if is_traced():
-            received = _like(traced_all_to_all(_real(sent), self.size, self._name), sent)
+            received = _like(traced_all_to_all(_sent(sent), self.size, self._name), sent)
             return torch.cat(received.unbind(), concatenate_dim)
         received = torch.empty_like(sent)
         try:
             with self._named("all-to-all"):
-                dist.all_to_all_single(received, sent, group=self.group)
+                dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=self.group)
         except RuntimeError as error:
             self._raise("all-to-all", tensor, error)
         return torch.cat(received.unbind(), concatenate_dim)
@@ -205,7 +206,9 @@ class ProcessGroupCommunicator:
         arrived = rows.new_empty((sum(received), *rows.shape[1:]))
         try:
             with self._named("all-to-all"):
-                dist.all_to_all_single(arrived, rows.contiguous(), [*received], [*sent], group=self.group)
+                dist.all_to_all_single(
+                    as_bytes(arrived), as_bytes(rows.contiguous()), [*received], [*sent], group=self.group
+                )
         except RuntimeError as error:
             self._raise("all-to-all", rows, error)
         return arrived
@@ -242,7 +245,7 @@ class _Direct(ProcessGroupCommunicator):
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """See `Communicator`."""
-        if tensor.is_complex() or not tensor.is_contiguous():
+        if tensor.is_complex() or tensor.itemsize == 1 or not tensor.is_contiguous():
             return super().all_gather(tensor, dim)
         if tensor.device != self._device:
             self._meet(tensor.device)
@@ -293,8 +296,15 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def _sent(tensor: Tensor) -> Tensor:
+    """What is sent of a tensor that isn't summed: pairs of real numbers, or bytes."""
+    return as_bytes(_real(tensor))
+
+
 def _like(numbers: Tensor, sent: Tensor) -> Tensor:
-    """What came of the real numbers of a tensor, of its dtype."""
+    """What came of what was sent of a tensor, of its dtype."""
+    if sent.itemsize == 1:
+        return numbers.view(sent.dtype)
     return torch.view_as_complex(numbers) if sent.is_complex() else numbers
 
 

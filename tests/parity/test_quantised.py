@@ -1,0 +1,204 @@
+"""Quantised layers: what they store are parts of their weights, cut with the features that these stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.testing import assert_close
+
+import tpplan
+from tests.marking import in_turns, slow_but
+from tests.models.quantised import EXACT, W8A8, WITH_MAXIMA, Float8, Gptq, Int4, Int8, Layer, Mlp, Nf4, Quantised
+from tests.runtime.world import Member, world
+from tpplan.plan import CompileError
+
+PLAN = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
+WIDTH = 32
+
+
+@pytest.fixture(autouse=True)
+def _as_buffers() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    Quantised.PARAMETERS = False
+
+
+def calls(**options: Any) -> tuple[Tensor]:
+    return (torch.randn(2, 5, WIDTH, **options),)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "parameters"),
+    [
+        (pytest.param(kind, *held, marks=case.marks) if hasattr(case, "marks") else (kind, *held))
+        for case in in_turns([*EXACT, *WITH_MAXIMA], [(2, False), (4, True)], quick=12)
+        for kind, held in [case.values if hasattr(case, "values") else case]
+    ],
+)
+def test_outputs_are_equal(kind: str, tp: int, parameters: bool) -> None:
+    Quantised.PARAMETERS = parameters
+    model, inputs = Mlp((EXACT | WITH_MAXIMA)[kind]), calls()
+    report = tpplan.verify(model, PLAN, tp, inputs)
+    assert report.ok, report.problems
+    program = tpplan.compile_plan(model, PLAN, tp, inputs)
+    maxima = {"all-gather": 1} if kind in WITH_MAXIMA else {}
+    assert program.count_collectives(backward=False) == {"all-reduce": 1, **maxima}
+    codes = [p for p in program.parameters if p.name.rpartition(".")[2] in ("codes", "blocks", "qweight")]
+    assert len(codes) == 2 and all(p.local_bytes * tp == p.bytes for p in codes)
+
+
+@pytest.mark.parametrize("kind", slow_but(["int4 in groups, two to a byte"], [*EXACT]))
+def test_gradients_pass_through_frozen_layers(kind: str) -> None:
+    report = tpplan.verify(Mlp(EXACT[kind]), PLAN, 2, calls(requires_grad=True))
+    assert report.ok, report.problems
+
+
+def test_the_largest_entries_are_one_number_a_token() -> None:
+    program = tpplan.compile_plan(Mlp(W8A8), PLAN, 2, calls())
+    (moved,) = next(module.inner for module in program.modules if module.name == "down")
+    assert (moved.forward, moved.shape) == ("all-gather", (10, 1))
+
+
+def test_a_rank_of_four_has_a_fifteenth_of_whole_half_precision() -> None:
+    with torch.device("meta"):
+        layer = partial(Int4, group=128, zeros=False)
+        model = Mlp(layer, 1024, 4096).half()
+        inputs = (torch.empty(1, 4, 1024, dtype=torch.float16),)
+    program = tpplan.compile_plan(model, PLAN, 4, inputs)
+    local, whole = sum(p.local_bytes for p in program.parameters), 2 * 2 * 1024 * 4096
+    assert local == (1024 * 4096 // 2 + 1024 * 4096 // 128 * 2) * 2 // 4
+    assert 15 < whole / local < 16
+
+
+# -- what can't be cut ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("layer", "code", "text"),
+    [
+        (partial(Int4, group=32), "TP102", "groups of 32 inputs; 16 a rank"),
+        (partial(Float8, by="e8m0", size=32), "TP102", "groups of 32 inputs; 16 a rank"),
+        (partial(Float8, by="blocks", size=32), "TP102", "groups of 32 outputs; 16 a rank"),
+        (Nf4, "TP112", "make `down` `colwise`"),
+    ],
+)
+def test_a_cut_inside_of_a_group_is_refused_by_its_size(layer: Layer, code: str, text: str) -> None:
+    with pytest.raises(CompileError) as caught:
+        tpplan.compile_plan(Mlp(layer), PLAN, 4, calls())
+    assert {found.code for found in caught.value.diagnostics} == {code}
+    assert text in str(caught.value)
+
+
+def test_flat_numbers_are_split_by_rows() -> None:
+    plan = {"version": 1, "modules": {"up": "colwise"}}
+    report = tpplan.verify(Mlp(Nf4), plan, 4, calls())
+    assert report.ok, report.problems
+    program = tpplan.compile_plan(Mlp(Nf4), plan, 4, calls())
+    assert [p.name for p in program.parameters if p.layout.is_sharded] == ["up.codes", "up.absmax"]
+
+
+def test_parts_may_be_uneven() -> None:
+    report = tpplan.verify(Mlp(Int8, inner=48), PLAN, 5, calls())
+    assert report.ok, report.problems
+
+
+class Attention(nn.Module):
+    """Two key heads for four ranks, packed with their queries or apart."""
+
+    def __init__(self, layer: Layer, packed: bool) -> None:
+        super().__init__()
+        self.packed = packed
+        if packed:
+            self.qkv = layer(WIDTH, WIDTH + 32)
+        else:
+            self.q, self.k, self.v = layer(WIDTH, WIDTH), layer(WIDTH, 16), layer(WIDTH, 16)
+        self.o = layer(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split((WIDTH, 16, 16), -1) if self.packed else (self.q(x), self.k(x), self.v(x))
+        q, k, v = (t.view(*x.shape[:2], -1, 8).transpose(1, 2) for t in (q, k, v))
+        k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+        scores = (q @ k.transpose(-1, -2) / 8**0.5).softmax(-1)
+        return self.o((scores @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("layer", slow_but([Int4], [Int4, Int8, Gptq, partial(Float8, by="blocks")]))
+@pytest.mark.parametrize("packed", [False, True])
+def test_parts_of_heads_are_cut_in_their_own_entries(layer: Layer, packed: bool) -> None:
+    heads = {"0.qkv": {"style": "colwise", "packed": ["q", "k", "v"]}} if packed else {"0.{q,k,v}": "colwise"}
+    plan, model = {"version": 1, "modules": {**heads, "0.o": "rowwise"}}, nn.Sequential(Attention(layer, packed))
+    report = tpplan.verify(model, plan, 4, calls())
+    assert report.ok, report.problems
+
+
+# -- on processes -----------------------------------------------------------------------------------------------------
+KINDS: dict[str, Layer] = {**EXACT, **WITH_MAXIMA}
+ONE_OF_EACH = (
+    "int8, a scale by output",
+    "int4 in groups, two to a byte",
+    "MXFP8 (e8m0 scales)",
+    "GPTQ",
+    "W8A8, by token",
+)
+
+
+def _run(member: Member, kinds: tuple[str, ...], folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind in kinds:
+        torch.manual_seed(1)
+        model, (x,) = Mlp(KINDS[kind]).eval(), calls()
+        if member.rank:  # everybody takes the first rank's numbers
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.detach().zero_()
+        if member.size > 1:
+            model = tpplan.parallelize(model, PLAN, member.mesh(), (x,))
+        state = model.state_dict()
+        found |= {f"{kind} {name}": _whole(tensor) for name, tensor in state.items()}
+        with torch.no_grad():
+            found[f"{kind} result"] = model(x)
+            if member.size > 1:
+                _saved_and_loaded(model, kind, f"{folder}/{kinds.index(kind)}")
+                found[f"{kind} loaded"] = model(x)
+            else:
+                found[f"{kind} loaded"] = found[f"{kind} result"]
+    return found
+
+
+def _saved_and_loaded(model: nn.Module, kind: str, folder: str) -> None:
+    """Saved whole, zeroed, and loaded by parts; then the same by a state dict of whole tensors."""
+    whole = {name: _whole(tensor).clone() for name, tensor in model.state_dict().items()}
+    codes = [t for name, t in model.state_dict().items() if name.endswith(("codes", "qweight"))]
+    assert len(codes) == 2 and all(isinstance(t, DTensor) and t.to_local().numel() < t.numel() for t in codes)
+    tpplan.save_weights(model, folder)
+    for load in (lambda: tpplan.load_weights(model, folder), lambda: model.load_state_dict(whole)):
+        for tensor in model.state_dict().values():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local.detach().zero_()
+        load()
+        for name, tensor in model.state_dict().items():
+            assert _alike(_whole(tensor), whole[name]), f"{kind}: {name}"
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(*(t.contiguous().view(torch.uint8) for t in (one, other)))
+
+
+@pytest.mark.parametrize(("tp", "kinds"), slow_but([(2, ONE_OF_EACH)], [(2, ONE_OF_EACH), (4, tuple(KINDS))]))
+def test_processes_hold_save_and_load_shards(tp: int, kinds: tuple[str, ...], tmp_path: Path) -> None:
+    (expected,) = world(1).run(_run, kinds, str(tmp_path))
+    for found in world(tp).run(_run, kinds, str(tmp_path)):
+        assert found.keys() == expected.keys()
+        for name, held in found.items():
+            if name.endswith(("result", "loaded")):
+                assert_close(held, expected[name], rtol=1e-4, atol=1e-4)
+            else:
+                assert _alike(held, expected[name]), name
