@@ -132,6 +132,31 @@ class Float8(Quantised):
         return codes * scales
 
 
+class Bytes8(Quantised):
+    """Float8 that is stored as bytes."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        codes = torch.randn(outputs, inputs).to(torch.float8_e4m3fn).view(torch.uint8)
+        self.store(codes=codes, scales=torch.rand(outputs, 1))
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        return self.codes.view(torch.float8_e4m3fn).to(dtype) * self.scales
+
+
+class Experts8(Quantised):
+    """Stacked int8 experts, whose mean is the result."""
+
+    def __init__(self, inputs: int, outputs: int, experts: int = 4) -> None:
+        super().__init__()
+        self.store(codes=int8(experts, outputs, inputs), scales=torch.rand(experts, outputs, 1) / 100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.codes.to(x.dtype) * self.scales
+        made = torch.bmm(x.flatten(0, 1).expand(len(weights), -1, -1), weights.transpose(1, 2))
+        return made.mean(0).view(*x.shape[:2], -1)
+
+
 class Gptq(Quantised):
     """Eight to an int32 along the inputs, whose groups `g_idx` names, in order of activations or not."""
 
@@ -196,6 +221,21 @@ class W8A8(Quantised):
         return (product * scale * self.scales).view(*x.shape[:-1], -1)
 
 
+class Apart(Quantised):
+    """As LLM.int8(): inputs with large entries aren't rounded."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.store(codes=int8(outputs, inputs), scales=torch.rand(outputs, 1) / 100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, large = self.codes.to(x.dtype) * self.scales, (x.abs() > 2).flatten(0, 1).any(0)
+        rounded = torch.where(large, 0, x)
+        scale = rounded.abs().amax(-1, keepdim=True).clamp(min=1e-5) / 127
+        product = functional.linear((rounded / scale).round(), weight) * scale
+        return product + functional.linear(torch.where(large, x, 0), weight)
+
+
 class Mlp(nn.Module):
     """Two layers of a kind."""
 
@@ -218,9 +258,11 @@ EXACT: dict[str, Layer] = {
     "float8, a scale by output": Float8,
     "float8, one scale": partial(Float8, by="one"),
     "float8 in blocks": partial(Float8, by="blocks"),
+    "float8, stored as bytes": Bytes8,
     "MXFP8 (e8m0 scales)": partial(Float8, by="e8m0"),
     "GPTQ": Gptq,
     "GPTQ, in order of activations": partial(Gptq, ordered=False),
+    "int8 experts, stacked": Experts8,
     "W8A8, static": partial(W8A8, by="static"),
 }
 """By the names of docs/quantisation.md: what sends nothing more than a plain layer does."""
@@ -229,5 +271,6 @@ WITH_MAXIMA: dict[str, Layer] = {
     "W8A8, by token, in int8": partial(W8A8, kernel=True),
     "W8A8, by tensor": partial(W8A8, by="tensor"),
     "SmoothQuant": partial(W8A8, by="smooth"),
+    "LLM.int8()": Apart,
 }
 """What sends the largest entries of a row-wise layer's input as well."""

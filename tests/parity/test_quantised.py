@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.testing import assert_close
+from torch.utils._pytree import tree_map_only
 
 import tpplan
 from tests.marking import in_turns, slow_but
-from tests.models.quantised import EXACT, W8A8, WITH_MAXIMA, Float8, Gptq, Int4, Int8, Layer, Mlp, Nf4, Quantised
+from tests.models.quantised import (
+    EXACT,
+    W8A8,
+    WITH_MAXIMA,
+    Float8,
+    Gptq,
+    Int4,
+    Int8,
+    Layer,
+    Mlp,
+    Nf4,
+    Quantised,
+    bytes_of,
+    int8,
+)
 from tests.runtime.world import Member, world
+from tpplan.calls.call_errors import UnprovedCallError
 from tpplan.plan import CompileError
 
 PLAN = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
@@ -94,6 +111,53 @@ def test_a_cut_inside_of_a_group_is_refused_by_its_size(layer: Layer, code: str,
     assert text in str(caught.value)
 
 
+class Halves(Quantised):
+    """The first half of the inputs in the lower bits; or written to every second place."""
+
+    def __init__(self, inputs: int, outputs: int, written: bool) -> None:
+        super().__init__()
+        self.written = written
+        self.store(codes=bytes_of(outputs, inputs // 2), scales=torch.rand(outputs, 1))
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        low, high = self.codes & 15, self.codes >> 4
+        codes = torch.cat((low, high), 1)
+        if self.written:
+            codes = torch.empty(codes.shape, dtype=codes.dtype, device=codes.device)
+            codes[:, ::2], codes[:, 1::2] = low, high
+        return codes.to(dtype) * self.scales
+
+
+class Tables(Quantised):
+    """A table for each output; or a kernel that takes codes and scales."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: bool) -> None:
+        super().__init__()
+        self.kernel = kernel
+        self.store(codes=int8(outputs, inputs) & 15, table=torch.rand(outputs, 16), scales=torch.rand(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kernel:
+            made = torch.ops.aten._weight_int8pack_mm.default(x.flatten(0, 1), self.codes, self.scales)
+            return made.view(*x.shape[:2], -1)
+        return functional.linear(x, self.table.gather(1, self.codes.long()))
+
+
+@pytest.mark.parametrize(
+    ("layer", "style", "code"),
+    [
+        (partial(Halves, written=False), "rowwise", "TP112"),
+        (partial(Halves, written=True), "colwise", "TP112"),
+        (partial(Tables, kernel=False), "colwise", "TP107"),
+        (partial(Tables, kernel=True), "colwise", "TP101"),
+    ],
+)
+def test_what_cant_be_followed_is_an_error(layer: Layer, style: str, code: str) -> None:
+    with pytest.raises(CompileError) as caught:
+        tpplan.compile_plan(Mlp(layer), {"version": 1, "modules": {"up": style}}, 2, calls())
+    assert {found.code for found in caught.value.diagnostics} == {code}
+
+
 def test_flat_numbers_are_split_by_rows() -> None:
     plan = {"version": 1, "modules": {"up": "colwise"}}
     report = tpplan.verify(Mlp(Nf4), plan, 4, calls())
@@ -127,13 +191,70 @@ class Attention(nn.Module):
         return self.o((scores @ v).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("layer", slow_but([Int4], [Int4, Int8, Gptq, partial(Float8, by="blocks")]))
+@pytest.mark.parametrize("layer", slow_but([Int4], [Int4, Float8, Gptq]))
 @pytest.mark.parametrize("packed", [False, True])
 def test_parts_of_heads_are_cut_in_their_own_entries(layer: Layer, packed: bool) -> None:
     heads = {"0.qkv": {"style": "colwise", "packed": ["q", "k", "v"]}} if packed else {"0.{q,k,v}": "colwise"}
     plan, model = {"version": 1, "modules": {**heads, "0.o": "rowwise"}}, nn.Sequential(Attention(layer, packed))
     report = tpplan.verify(model, plan, 4, calls())
     assert report.ok, report.problems
+
+
+# -- weights of classes of their own ----------------------------------------------------------------------------------
+class Wrapped(Tensor):
+    """As torchao's: a tensor that torch can take apart into codes and scales, and that says what it computes."""
+
+    def __new__(cls, codes: Tensor, scales: Tensor) -> Wrapped:
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scales.dtype)  # pyright: ignore
+
+    def __init__(self, codes: Tensor, scales: Tensor) -> None:
+        self.codes, self.scales = codes, scales
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scales"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: object) -> Wrapped:
+        return Wrapped(inner["codes"], inner["scales"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Wrapped(args[0].codes, args[0].scales)
+        shown = tree_map_only(Wrapped, lambda held: held.codes.to(held.scales.dtype) * held.scales, args)
+        return func(*shown, **(kwargs or {}))
+
+
+def _wrap(model: nn.Module) -> None:
+    for layer in model.children():
+        assert isinstance(layer, nn.Linear)
+        wrapped = Wrapped(int8(*layer.weight.shape), torch.rand(layer.out_features, 1))
+        layer.weight = nn.Parameter(wrapped, requires_grad=False)
+
+
+def _wrap_by_torchao(model: nn.Module) -> None:
+    quantisation = pytest.importorskip("torchao.quantization", reason="needs torchao, tried with 0.18.0")
+    quantisation.quantize_(model, quantisation.Int8DynamicActivationInt8WeightConfig())
+
+
+@pytest.mark.parametrize(("wrap", "name"), [(_wrap, "Wrapped"), (_wrap_by_torchao, "Int8Tensor")])
+def test_a_weight_of_a_class_of_its_own_is_refused_by_name(wrap: Callable[[nn.Module], None], name: str) -> None:
+    model = Mlp(nn.Linear)
+    wrap(model)
+    model(*calls())
+    for attempt in (tpplan.compile_plan, tpplan.verify):
+        with pytest.raises(CompileError, match=rf"TP112.*`down.weight` is an? `[\w.]*{name}`"):
+            attempt(model, PLAN, 2, calls())
+
+
+def _wrapped_late(member: Member) -> str:
+    model, inputs = Mlp(nn.Linear), calls()
+    model = tpplan.parallelize(model, PLAN, member.mesh(), inputs)
+    model(*inputs)
+    _wrap(model)
+    with pytest.raises(UnprovedCallError) as caught:
+        model(*inputs)
+    return str(caught.value)
 
 
 # -- on processes -----------------------------------------------------------------------------------------------------
@@ -172,7 +293,7 @@ def _run(member: Member, kinds: tuple[str, ...], folder: str) -> dict[str, Any]:
 def _saved_and_loaded(model: nn.Module, kind: str, folder: str) -> None:
     """Saved whole, zeroed, and loaded by parts; then the same by a state dict of whole tensors."""
     whole = {name: _whole(tensor).clone() for name, tensor in model.state_dict().items()}
-    codes = [t for name, t in model.state_dict().items() if name.endswith(("codes", "qweight"))]
+    codes = [t for name, t in model.state_dict().items() if name.endswith(("codes", "blocks", "qweight"))]
     assert len(codes) == 2 and all(isinstance(t, DTensor) and t.to_local().numel() < t.numel() for t in codes)
     tpplan.save_weights(model, folder)
     for load in (lambda: tpplan.load_weights(model, folder), lambda: model.load_state_dict(whole)):
@@ -189,7 +310,13 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(*(t.contiguous().view(torch.uint8) for t in (one, other)))
+    return one.dtype == other.dtype and torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (one, other)))
+
+
+def test_a_weight_that_is_wrapped_after_parallelize_is_refused_by_name() -> None:
+    for message in world(2).run(_wrapped_late):
+        assert "TP130" in message and "`down.weight` was replaced by a Wrapped" in message
+        assert "isn't followed, before `parallelize` either" in message
 
 
 @pytest.mark.parametrize(("tp", "kinds"), slow_but([(2, ONE_OF_EACH)], [(2, ONE_OF_EACH), (4, tuple(KINDS))]))

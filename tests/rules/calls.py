@@ -30,6 +30,8 @@ OPERATORS = {
 }
 FOURIER = tuple(f"aten._fft_{kind}.default" for kind in ("c2c", "r2c", "c2r"))
 SHAPED: Mapping[str, tuple[tuple[tuple[int, ...], ...], tuple[Any, ...]]] = {
+    "aten._int_mm.default": (((4, 8), (8, 6)), ()),
+    "aten.view.dtype": (((4, 8, 6),), (torch.int64,)),
     "aten.pixel_shuffle.default": (((4, 8, 2, 3),), (2,)),
     "aten.pixel_unshuffle.default": (((4, 8, 4, 2),), (2,)),
     "aten.im2col.default": (((4, 8, 3, 3),), ([2, 2], [1, 1], [1, 0], [1, 1])),
@@ -181,6 +183,8 @@ def shaped(name: str) -> Iterator[Call]:
     shapes, rest = SHAPED[name]
     generator = torch.Generator().manual_seed(3)
     tensors = [torch.rand(shape, dtype=torch.float64, generator=generator) * 1.8 - 0.9 for shape in shapes]
+    if name == "aten._int_mm.default":
+        tensors = [(tensor * 100).to(torch.int8) for tensor in tensors]
     yield Call(resolve(name), (*tensors, *rest), {})
 
 

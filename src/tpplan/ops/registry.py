@@ -138,7 +138,8 @@ _ROWS: tuple[tuple[Operator, str], ...] = (
      "unsafe_split.Tensor diagonal.default unfold.default"),
     (Operator("view", "first", new_dim=True), "unsqueeze.default"),
     (Operator("arrangement", "first"), "flip.default roll.default repeat.default constant_pad_nd.default"),
-    (Operator("arrangement"), "pixel_shuffle.default pixel_unshuffle.default im2col.default col2im.default"),
+    (Operator("arrangement"), "pixel_shuffle.default pixel_unshuffle.default im2col.default col2im.default "
+     "view.dtype"),
     (Operator("arrangement", "all"), "cat.default"),
     (Operator("arrangement", "all", new_dim=True), "stack.default"),
     (Operator("picking", "first"), "gather.default index.Tensor index_select.default"),
@@ -166,6 +167,7 @@ _ROLES: Mapping[str, str] = {
     "squeeze": "squeeze.default squeeze.dim squeeze.dims",
     "expand": "expand.default",
     "repeat": "repeat.default",
+    "other dtype": "view.dtype",
     "pairs": "view_as_complex.default view_as_real.default",
     "to complex": "view_as_complex.default",
     "reorder": "flip.default roll.default",

@@ -49,7 +49,7 @@ from tpplan.compiler.rules.slices import ways_to_slice
 from tpplan.compiler.rules.users_operators import layouts_by_rules, rules_of
 from tpplan.ops.declared import registering
 from tpplan.ops.dim_map import with_dims_from_the_front
-from tpplan.ops.issued import INT_MM, MM, RULED_AS
+from tpplan.ops.issued import ALIAS, INT_MM, MM, RULED_AS
 from tpplan.ops.registry import Operator, lookup
 
 _END = sys.maxsize
@@ -441,6 +441,10 @@ class Propagator:
             target, arguments, keywords = MM, grouped, ()
         if node.is_a("bag"):
             return _of_bags(arguments)
+        if node.is_a("other dtype"):
+            if arguments[0].dtype.itemsize != arguments[1].itemsize:
+                return "no-rule:takes entries of several bytes apart, or joins them"
+            target, arguments = ALIAS, arguments[:1]
         target = RULED_AS.get(target, target)
         if target in RULED_AS.values() and _all_partial(arguments):
             return tuple(PARTIAL for _ in node.outputs)
