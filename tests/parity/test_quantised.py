@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.utils._pytree import tree_map_only
 
@@ -317,6 +318,25 @@ def test_a_weight_that_is_wrapped_after_parallelize_is_refused_by_name() -> None
     for message in world(2).run(_wrapped_late):
         assert "TP130" in message and "`down.weight` was replaced by a Wrapped" in message
         assert "isn't followed, before `parallelize` either" in message
+
+
+def _averaged(member: Member) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(2)
+    mesh, layers = member.mesh(2, 2, names=("dp", "tp")), Mlp(partial(Float8, by="blocks"))
+    model, (x,) = nn.Sequential(nn.Linear(WIDTH, WIDTH), layers), calls()
+    expected = model(x)
+    if member.rank > 1:  # the second replica, which takes the first one's numbers
+        layers.up.codes.view(torch.uint8).zero_()  # pyright: ignore
+    plan = {"version": 1, "modules": {"1.up": "colwise", "1.down": "rowwise"}}
+    sharded = tpplan.parallelize(model, plan, mesh["tp"], (x,))
+    found = DistributedDataParallel(sharded, process_group=mesh["dp"].get_group())(x)
+    return expected.detach(), found.detach()
+
+
+@pytest.mark.slow
+def test_replicas_have_the_same_parts() -> None:
+    for expected, found in world(4).run(_averaged):
+        assert_close(found, expected)
 
 
 @pytest.mark.parametrize(("tp", "kinds"), slow_but([(2, ONE_OF_EACH)], [(2, ONE_OF_EACH), (4, tuple(KINDS))]))

@@ -70,7 +70,9 @@ def inference(
     call: Call = (positional, {**settings, **named})
     compiled = _compile_prompt(Request(model, plan, size, *call, training=False))
     program = compiled.program
-    buffers = {id(buffer): buffer.numel() * buffer.itemsize for buffer in model.buffers()}
+    cut = {name for placement in program.parameters for name in placement.names}
+    whole = (buffer for name, buffer in model.named_buffers() if name not in cut)
+    buffers = {id(buffer): buffer.numel() * buffer.itemsize for buffer in whole}
     known = Inference(
         program=program,
         settings={name: value for name, value in settings.items() if name not in named},

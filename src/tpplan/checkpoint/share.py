@@ -17,7 +17,7 @@ def bytes_by_rank(program: Program, tensors: Mapping[str, Source], buffers: Iter
     Args:
         program: places the parameters. One whose shape isn't the checkpoint's is left out.
         tensors: by the model's names.
-        buffers: the names of the model's buffers, which every rank reads whole.
+        buffers: the names of the model's buffers, which every rank reads whole, unless it stores a part.
     """
     found: dict[str, list[int]] = {}
 
@@ -30,8 +30,9 @@ def bytes_by_rank(program: Program, tensors: Mapping[str, Source], buffers: Iter
         if source is not None and source.shape == tuple(placement.shape):
             for rank in range(program.size):
                 add(source, _boxes(placement, program.size, rank), rank)
+    cut = {name for placement in program.parameters for name in placement.names}
     for name in buffers:
-        if name in tensors:
+        if name in tensors and name not in cut:
             shape = tensors[name].shape
             whole = Box((0,) * len(shape), (0,) * len(shape), shape, True)
             for rank in range(program.size):

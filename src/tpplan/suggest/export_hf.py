@@ -112,14 +112,14 @@ class _Export:
     def styles(self) -> dict[str, str]:
         """The style of each module and parameter that needs one."""
         found: dict[str, str] = {}
-        for placement in self._program.parameters:
-            if placement.layout.is_sharded:
+        for placement in (*self._program.parameters, *self._program.buffers):
+            if placement.name not in self._parameters:
+                self._refuse(placement.name, "it is a buffer, which transformers leaves whole")
+            elif placement.layout.is_sharded:
                 for name in placement.names:
                     found |= self._of_parameter(name, placement)
             elif not isinstance(self._modules[placement.name.rpartition(".")[0]], (nn.Linear, nn.Embedding)):
                 self._once(placement)
-        for placement in self._program.buffers:
-            self._refuse(placement.name, "it is a buffer, which transformers leaves whole")
         found |= self._summed(found)
         for module in self._program.modules:
             self._account(module, found)

@@ -173,7 +173,7 @@ class Averager:
 
 
 @torch.no_grad()
-def equalise(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+def equalise(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Give all ranks of the group the first rank's numbers."""
     for parameter in parameters:
         local = local_of(parameter).detach()

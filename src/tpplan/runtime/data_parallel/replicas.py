@@ -45,7 +45,8 @@ class _Averaging(OwnReducer):
     def make_reducer(self, limit: int) -> Averager:
         """What averages them; all ranks then have the first rank's numbers."""
         made = Averager(self.averaged(), self.group(), (min(limit, MEBIBYTE), limit))
-        equalise(self._equal(), self.group())
+        parts = (held for name, held in cast("Any", self).module.named_buffers() if name in self._sharded)
+        equalise([*self._equal(), *parts], self.group())
         return made
 
     def after_forward(self, output: Any, wanted: bool) -> None:
@@ -87,7 +88,8 @@ def follow_wrappers() -> Callable[[], None]:
 def _wrapped(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     if name != "module" or not isinstance(parent, DistributedDataParallel) or isinstance(parent, _Averaging):
         return
-    sharded = set[str]() if child is None else {n for n, p in child.named_parameters() if isinstance(p, DTensor)}
+    held = () if child is None else (*child.named_parameters(), *child.named_buffers())
+    sharded = {name for name, tensor in held if isinstance(tensor, DTensor)}
     if sharded:
         wrapper: Any = parent
         wrapper.__class__ = _averaging_class(type(parent))
