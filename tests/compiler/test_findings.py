@@ -96,6 +96,7 @@ ELSEWHERE = {
     "TP147": "parity/test_gathers.py",
     "TP148": "parity/test_expert_groups.py",
     "TP150": "compiler/test_unused_kernels.py",
+    "TP152": "runtime/test_overlap.py",
     "TP151": "ops/test_declared.py",
     "TP160": "adapters/test_plans.py",
     "TP185": "runtime/test_compile_calls.py",

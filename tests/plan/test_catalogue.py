@@ -64,6 +64,7 @@ def test_only_what_still_yields_a_right_program_is_less_than_an_error() -> None:
         "TP147",
         "TP148",
         "TP150",
+        "TP152",
         "TP183",
         "TP186",
         "TP212",

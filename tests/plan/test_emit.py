@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.toy import TOY_PLAN
-from tpplan.plan import Exchange, KernelChoice, KernelKind, Pin, Style, check_plan, load_plan
+from tpplan.plan import Exchange, KernelChoice, KernelKind, OverlapUnit, OverlapWord, Pin, Style, check_plan, load_plan
 from tpplan.plan.vocabulary import OPTIONS_BY_STYLE
 
 SEGMENTS = st.one_of(
@@ -13,6 +13,12 @@ SEGMENTS = st.one_of(
 )
 PATTERNS = st.lists(SEGMENTS, min_size=1, max_size=4).map(".".join)
 NAMES = st.lists(st.from_regex(r"[a-z_][a-z0-9_]{0,6}", fullmatch=True), min_size=2, max_size=4, unique=True)
+
+
+OVERLAPS = st.one_of(
+    st.sampled_from(OverlapWord).map(str),
+    st.lists(st.sampled_from(OverlapUnit).map(str), unique=True),
+)
 
 
 @st.composite
@@ -27,6 +33,7 @@ def rules(draw: st.DrawFn) -> object:
             NAMES, NAMES.flatmap(lambda names: st.fixed_dictionaries(dict.fromkeys(names, st.integers(1, 99))))
         ),
         "local": NAMES,
+        "overlap": OVERLAPS,
     }
     for option in sorted(OPTIONS_BY_STYLE[style]):
         if draw(st.booleans()):
@@ -41,6 +48,8 @@ PLANS = st.fixed_dictionaries(
     optional={
         "name": st.text(min_size=1, max_size=9).filter(lambda text: text.isprintable() and text.strip()),
         "axis": st.sampled_from(["tp", "model"]),
+        "overlap": OVERLAPS,
+        "recompute_gather": st.booleans(),
         "kernels": st.dictionaries(KINDS, CHOICES, max_size=3).flatmap(
             lambda kinds: st.dictionaries(
                 PATTERNS.filter(lambda text: "." in text), st.dictionaries(KINDS, CHOICES, min_size=1), max_size=2

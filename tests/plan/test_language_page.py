@@ -7,7 +7,7 @@ import pytest
 
 from tpplan.plan import Pattern, Pin, Style, load_plan
 from tpplan.plan.plan_keys import PLAN_KEYS, RULE_KEYS
-from tpplan.plan.vocabulary import Exchange, KernelChoice, KernelKind
+from tpplan.plan.vocabulary import Exchange, KernelChoice, KernelKind, OverlapUnit, OverlapWord
 
 TEXT = (Path(__file__).parents[2] / "docs" / "plan-language.md").read_text(encoding="utf-8")
 YAML = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
@@ -46,5 +46,5 @@ def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_word_of_the_language_is_on_the_page() -> None:
-    words = [*PLAN_KEYS, *RULE_KEYS, *Style, *Pin, *Exchange, *KernelKind, *KernelChoice]
+    words = [*PLAN_KEYS, *RULE_KEYS, *Style, *Pin, *Exchange, *KernelKind, *KernelChoice, *OverlapUnit, *OverlapWord]
     assert [word for word in words if f"`{word}`" not in TEXT and f"`{word}:" not in TEXT] == []

@@ -224,6 +224,26 @@ def without_keeping_modes() -> AbstractContextManager[Any]:
     return without_dispatch_modes()
 
 
+def has_substituting_modes() -> bool:
+    """Whether a dispatch mode returns something else than operations do: fake tensors, or what a checkpoint has kept.
+
+    For every torch.
+    """
+    if not has_dispatch_modes():
+        return False
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils import _python_dispatch
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    kinds = (FakeTensorMode, _CachedTorchDispatchMode, _CachingTorchDispatchMode)
+    return any(isinstance(mode, kinds) for mode in _python_dispatch._get_current_dispatch_mode_stack())
+
+
+def is_autocast() -> bool:
+    """Whether autocast is on, for any device. For every torch."""
+    return torch._C._is_any_autocast_enabled()  # pyright: ignore
+
+
 def is_jit_traced() -> bool:
     """Whether `torch.jit.trace` records what runs. For every torch."""
     return cast("Any", torch._C)._get_tracing_state() is not None

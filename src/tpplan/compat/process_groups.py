@@ -61,6 +61,37 @@ def group_reduce_scatter(group: dist.ProcessGroup) -> Callable[[Tensor, Tensor],
     return lambda scattered, tensor: scatter(scattered, tensor, options)
 
 
+def begun(group: dist.ProcessGroup, collective: str, tensor: Tensor, size: int) -> tuple[Tensor, dist.Work | None]:
+    """A collective of a group that is under way, and its result, of which an all-reduce's is `tensor`.
+
+    For torch before 2.13.
+    """
+    if collective == "all-reduce":
+        summed = dist.AllreduceOptions()
+        summed.asyncOp = True
+        return tensor, group.allreduce([tensor], summed)
+    if collective == "all-gather":
+        options, made = AllgatherOptions(), tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
+        options.asyncOp = True
+        return made, getattr(group, "all_gather_single" if _renamed else "_allgather_base")(made, tensor, options)
+    parts, made = dist.ReduceScatterOptions(), tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
+    parts.asyncOp = True
+    return made, getattr(group, "reduce_scatter_single" if _renamed else "_reduce_scatter_base")(made, tensor, parts)
+
+
+def swapped(group: dist.ProcessGroup, sent: Tensor, received: Tensor, distance: int) -> list[dist.Work]:
+    """Send a tensor to the rank so many places after this one, and receive one from as many before.
+
+    For every torch.
+    """
+    rank, size = group.rank(), group.size()
+    operations = [
+        dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + distance) % size),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - distance) % size),
+    ]
+    return dist.batch_isend_irecv(operations)
+
+
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """How long a collective of a group may take. For every torch."""
     from torch.distributed import distributed_c10d

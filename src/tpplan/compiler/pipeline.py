@@ -50,6 +50,7 @@ from tpplan.compiler.ir.steps import Stream
 from tpplan.compiler.ir.trace import Operation, Path, Trace
 from tpplan.compiler.ladder import UnplacedError, climb
 from tpplan.compiler.later import after_a_call, before_any_call, refuse_difference
+from tpplan.compiler.overlap import overlaps_of
 from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.place.solution import Constraints
 from tpplan.compiler.problem import Learned, Placed, Problem
@@ -309,10 +310,13 @@ def _program(problem: Problem, placed: Placed, notes: Sequence[Diagnostic], aske
     findings += [] if request.partly else unused_rules(request.plan, flow.trace)
     findings += bounded(placed.instance, placed.cut)
     findings += [*notes, *_recorded_findings(binding, learned.recorded, placed.assignment)]
-    return emit(
+    program = emit(
         request.model, request.plan, request.size, flow, binding, placed.assignment, learned.attributes,
         tuple(findings), kernels, learned.recorded,
     )  # fmt: skip
+    overlaps, vain = overlaps_of(request.plan, request.size, flow, binding, program.modules, program.takes_gradients)
+    vain = [] if request.partly else vain
+    return replace(program, overlaps=overlaps, diagnostics=(*program.diagnostics, *vain))
 
 
 def _refuse(findings: Sequence[Diagnostic]) -> None:

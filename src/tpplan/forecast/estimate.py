@@ -3,8 +3,9 @@
 in:  a program with its work, GPUs, what goes around it: optimizer, activation checkpoints, data parallelism
 out: `Estimate`
 
-Compute is a roofline of each kernel, one after the other. Collectives of the program itself hide nothing. Those of data
-parallelism run beside the forward or the backward, and are exposed where they take longer.
+Compute is a roofline of each kernel, one after the other. Collectives of the program itself are hidden where the plan
+overlaps them; see `cost/hiding`. Those of data parallelism run beside the forward or the backward, and are exposed
+where they take longer.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tpplan.cost.asked_costs import asked_cluster
 from tpplan.cost.cluster import Cluster
 from tpplan.cost.cost_errors import CostError
 from tpplan.cost.estimates import Estimate, GenerationEstimate, MemoryEstimate, StepEstimate, TimeSlice
+from tpplan.cost.hiding import Hiding, Rates
 from tpplan.cost.kernel_times import peak_of, task_seconds
 from tpplan.cost.link_times import Group, collective_seconds
 from tpplan.cost.state_memory import optimizer_bytes
@@ -85,7 +87,8 @@ def estimate(
         raise CostError.of(
             "TP222", "the program was captured in evaluation, and has no backward", help="pass `inference=True`"
         )
-    costing = _Costing(cluster, program.size, dp, fsdp, optimizer, checkpointing, precision, compiled, overlap)
+    hiding = Hiding.of(program, Rates(cluster, precision, 1.0 if inference else cluster.sustained))
+    costing = _Costing(cluster, program.size, dp, fsdp, optimizer, checkpointing, precision, compiled, overlap, hiding)
     return costing.generation(program, work) if inference else costing.training(program, work)
 
 
@@ -124,14 +127,15 @@ class _Costing:
     precision: str | None
     compiled: bool
     overlap: float
+    hiding: Hiding
 
     # -- training -----------------------------------------------------------------------------------------------
     def training(self, program: Program, work: Work) -> Estimate:
         """A forward, its backward and the optimizer's step."""
         memory = self._training_memory(program, work)
         forward, backward, again = (
-            (kernels / self.cluster.sustained, communication, launches)
-            for kernels, communication, launches in (
+            (kernels / self.cluster.sustained, communication, launches, hidden)
+            for kernels, communication, launches, hidden in (
                 self._pass(work, False), self._pass(work, True), self._recomputed(work)
             )
         )  # fmt: skip
@@ -140,11 +144,12 @@ class _Costing:
         optimizer = _OPTIMIZER_PASSES * step_bytes / (self.cluster.memory_bandwidth * self.cluster.memory_efficiency)
         sums = sum(self._collective(name, held) for name, held in program.gradient_sums)
         own = forward[1] + backward[1] + again[1] + sums
+        hidden = forward[3] + backward[3] + again[3]
         beside, exposed = self._data_parallel(program, forward[0], backward[0] + again[0])
         compute, communication = kernels + optimizer, own + beside
         host = 0.0 if self.compiled else self.cluster.launch * (forward[2] + backward[2] + again[2])
-        total = max(compute + own + exposed, host)
-        step = StepEstimate(compute, communication, own + exposed, host, total, self._line(work))
+        total = max(compute + own - hidden + exposed, host)
+        step = StepEstimate(compute, communication, own - hidden + exposed, host, total, self._line(work))
         useful = work.model_flops[0] / (total * self.tp * self._peak(work))
         return self._made(program, work, memory, step, work.tokens[0] * self.dp / total, useful, None)
 
@@ -189,9 +194,9 @@ class _Costing:
                 total += task.made[0] // (self.tp if task.name == "reduce-scatter" else 1) * task.times
         return total
 
-    def _recomputed(self, work: Work) -> tuple[float, float, int]:
+    def _recomputed(self, work: Work) -> tuple[float, float, int, float]:
         if self.checkpointing == "none":
-            return 0.0, 0.0, 0
+            return 0.0, 0.0, 0, 0.0
         everything = self.checkpointing == "full"
         tasks = [
             t for t in work.tasks
@@ -199,20 +204,22 @@ class _Costing:
         ]  # fmt: skip
         return self._times(tasks)
 
-    def _pass(self, work: Work, backward: bool) -> tuple[float, float, int]:
+    def _pass(self, work: Work, backward: bool) -> tuple[float, float, int, float]:
         return self._times(t for t in work.tasks if t.backward is backward)
 
-    def _times(self, tasks: Iterable[Task]) -> tuple[float, float, int]:
-        """Seconds of kernels, of collectives, and how many kernels the host launches."""
-        kernels = communication = 0.0
+    def _times(self, tasks: Iterable[Task]) -> tuple[float, float, int, float]:
+        """Seconds of kernels, of collectives, how many kernels the host launches, and what of collectives is hidden."""
+        kernels = communication = hidden = 0.0
         launches = 0
         for task in tasks:
             if task.kind == COLLECTIVE:
-                communication += self._collective(task.name, task.made[0]) * task.times
+                alone = self._collective(task.name, task.made[0])
+                communication += alone * task.times
+                hidden += self.hiding.seconds(task, alone) * task.times
             else:
                 kernels += task_seconds(self.cluster, task, self.precision, self.compiled) * task.times
             launches += task.launches * task.times
-        return kernels, communication, launches
+        return kernels, communication, launches, hidden
 
     def _collective(self, name: str, whole: int) -> float:
         return collective_seconds(self.cluster, name, whole, Group.of(self.cluster, self.tp))
@@ -236,13 +243,14 @@ class _Costing:
     def generation(self, program: Program, work: Work) -> Estimate:
         """A forward of prompts, and one token more for each."""
         forward = [task for task in work.tasks if not task.backward]
-        kernels, communication, launches = self._times(forward)
+        kernels, communication, launches, hidden = self._times(forward)
         host = 0.0 if self.compiled else self.cluster.launch * launches
-        step = StepEstimate(kernels, communication, communication, host, max(kernels + communication, host))
+        exposed = communication - hidden
+        step = StepEstimate(kernels, communication, exposed, host, max(kernels + exposed, host))
         batch, sequence = work.points[0]
         cache = work.cache[0]
         one = [_for_one_token(task, sequence) for task in forward]
-        token, sent, launched = self._times(one)
+        token, sent, launched, _ = self._times(one)
         token += cache / (self.cluster.memory_bandwidth * self.cluster.memory_efficiency)
         token = max(token + sent, 0.0 if self.compiled else self.cluster.launch * launched)
         parameters = sum(p.local_bytes for p in program.parameters) + _buffer_bytes(program)
@@ -274,8 +282,10 @@ class _Costing:
             )
             stream = "communication" if sends else "compute"
             moved = task.made[0] if sends else task.moved[0]
-            slices.append(TimeSlice(stream, task.module, task.name, task.backward, at, seconds, moved))
-            at += seconds
+            hidden = self.hiding.seconds(task, seconds) if sends else 0.0
+            start = at if task.name == "all-gather" else at - max(hidden, 0.0)  # a sum runs beside what was before
+            slices.append(TimeSlice(stream, task.module, task.name, task.backward, start, seconds, moved))
+            at += seconds - hidden
         return tuple(slices)
 
     def _made(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +29,8 @@ from tpplan.compat.modules import named_modules
 from tpplan.compat.tensors import storage_key
 from tpplan.compiler.ir.locations import Location
 from tpplan.compiler.ir.observations import CaptureSettings
+from tpplan.compiler.ir.overlaps import Overlap
+from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import leaves, tensors_of, with_tensors
 from tpplan.compiler.ir.steps import Heard, Stream
 from tpplan.compiler.ir.trace import Path
@@ -286,7 +288,7 @@ def _run(
         rank: None for the stock model.
         gradients: whether there is a backward, in training.
     """
-    program = compiled.program
+    program = replace(compiled.program, overlaps=tuple(_recomputed(compiled.program)))
     if rank is None:
         skeleton, axis = make_skeleton(model).model.train(program.training), ShapeCommunicator(1, 0)
     else:
@@ -318,6 +320,11 @@ def _run(
     finally:
         around.restore()
     return _ShapeRun(tally, saved, results, lists, program.training and differs)
+
+
+def _recomputed(program: Program) -> Iterator[Overlap]:
+    """What a program gathers again; work is that of collectives and products one after the other."""
+    return (replace(overlap, units=()) for overlap in program.overlaps if overlap.recomputes)
 
 
 def _plain(tensor: Tensor) -> Tensor:

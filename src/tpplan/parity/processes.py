@@ -13,7 +13,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,14 @@ class _CountingGroup(ProcessGroupCommunicator):
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         self.counts[str(Collective.REDUCE_SCATTER)] += 1
         return super().reduce_scatter(tensor, dim)
+
+    def begin_collective(self, collective: Collective, tensor: Tensor, dim: int = 0) -> Callable[[], Tensor]:
+        self.counts[str(collective)] += 1
+        return super().begin_collective(collective, tensor, dim)
+
+    def pairwise(self, collective: Collective) -> Any:
+        self.counts[str(collective)] += 1
+        return super().pairwise(collective)
 
     def all_to_all(self, tensor: Tensor, split_dim: int, concatenate_dim: int) -> Tensor:
         self.counts[str(Collective.ALL_TO_ALL)] += 1

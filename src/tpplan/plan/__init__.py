@@ -12,7 +12,7 @@ from tpplan.plan.pattern import Pattern, PatternError, Specificity
 from tpplan.plan.plan import Plan
 from tpplan.plan.positions import Position, SourceText, Span
 from tpplan.plan.rules import KernelRule, NamedPack, Rule
-from tpplan.plan.vocabulary import Exchange, KernelChoice, KernelKind, Pin, Style
+from tpplan.plan.vocabulary import Exchange, KernelChoice, KernelKind, OverlapUnit, OverlapWord, Pin, Style
 
 __all__ = [
     "CATALOGUE",
@@ -27,6 +27,8 @@ __all__ = [
     "KernelRule",
     "Matched",
     "NamedPack",
+    "OverlapUnit",
+    "OverlapWord",
     "Pattern",
     "PatternError",
     "Pin",

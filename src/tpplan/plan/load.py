@@ -18,7 +18,7 @@ from tpplan.plan.read_plan import Document, read_document
 from tpplan.plan.rules import KernelRule, Rule
 from tpplan.plan.shipped import shipped_help
 from tpplan.plan.taken import PLAN_SOURCE, takes
-from tpplan.plan.vocabulary import DEFAULT_AXIS
+from tpplan.plan.vocabulary import DEFAULT_AXIS, OverlapWord
 from tpplan.plan.yaml_source import MAX_BYTES, compose, decode
 
 PlanSource = str | os.PathLike[str] | Mapping[str, object]
@@ -99,6 +99,9 @@ class _Loader:
             kernels=merged.kernels,
             operators=merged.operators,
             one_shot=merged.one_shot or 0,
+            overlap=OverlapWord.NONE if merged.overlap is None else merged.overlap,
+            recompute_gather=bool(merged.recompute_gather),
+            overlap_span=merged.overlap_span,
             sources=tuple(item.shown for item in sources),
         )
 
@@ -200,6 +203,9 @@ def _merge(base: Document, child: Document) -> Document:
         kernels=_merge_kernels(base.kernels, child.kernels),
         operators=tuple({rule.name: rule for rule in (*base.operators, *child.operators)}.values()),
         one_shot=base.one_shot if child.one_shot is None else child.one_shot,
+        overlap=base.overlap if child.overlap is None else child.overlap,
+        overlap_span=base.overlap_span if child.overlap is None else child.overlap_span,
+        recompute_gather=base.recompute_gather if child.recompute_gather is None else child.recompute_gather,
     )
 
 

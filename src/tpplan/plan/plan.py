@@ -6,8 +6,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from tpplan.plan.match import Matched, match_rules, matching_rules
+from tpplan.plan.positions import Span
 from tpplan.plan.rules import KernelRule, OperatorEntry, Rule
-from tpplan.plan.vocabulary import DEFAULT_AXIS, PLAN_VERSION, Exchange, KernelChoice, KernelKind, Pin, Style
+from tpplan.plan.vocabulary import (
+    DEFAULT_AXIS,
+    PLAN_VERSION,
+    Exchange,
+    KernelChoice,
+    KernelKind,
+    Overlaps,
+    OverlapWord,
+    Pin,
+    Style,
+)
 from tpplan.plan.written import plan_to_dict, plan_to_yaml
 
 
@@ -23,6 +34,9 @@ class Plan:
         kernels: the kernel choices, a base plan's first.
         operators: the rules of operators, a base plan's first.
         one_shot: the largest all-reduces that ranks do in one step, in bytes.
+        overlap: which collectives run beside matrix products, where a rule doesn't say otherwise.
+        recompute_gather: whether the backward gathers the inputs of split layers again, and the forward keeps parts.
+        overlap_span: the token of `overlap`.
         sources: the files that it was read from, the outermost first.
     """
 
@@ -33,6 +47,9 @@ class Plan:
     kernels: tuple[KernelRule, ...] = ()
     operators: tuple[OperatorEntry, ...] = ()
     one_shot: int = 0
+    overlap: Overlaps = OverlapWord.NONE
+    recompute_gather: bool = False
+    overlap_span: Span | None = field(default=None, compare=False, repr=False)
     sources: tuple[str, ...] = field(default=(), compare=False)
 
     def match(self, module_names: Iterable[str], parameter_names: Iterable[str] = ()) -> Matched:

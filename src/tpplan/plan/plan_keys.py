@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final, Literal
 
-from tpplan.plan.vocabulary import Exchange, KernelChoice, KernelKind, Pin, Style
+from tpplan.plan.vocabulary import Exchange, KernelChoice, KernelKind, OverlapUnit, OverlapWord, Pin, Style
 
 _PYDANTIC_CONFIG: Final[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
@@ -28,6 +28,8 @@ class RuleOptions:
     """Integer attributes that count something global, such as `num_heads`, and have to become local."""
     exchange: Exchange | None = None
     """How tokens that are split along the sequence reach experts on other ranks, instead of the cheaper way."""
+    overlap: OverlapWord | list[OverlapUnit] | None = None
+    """Which of the layer's collectives run beside its products, instead of what the plan says for all."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -52,6 +54,10 @@ class PlanFile:
     """How operators of torch.library work on parts of their arguments: rules by name, `my::attn`."""
     one_shot_all_reduce: int | None = None
     """The largest all-reduces, in bytes, that ranks do in one step, each reading what all others have."""
+    overlap: OverlapWord | list[OverlapUnit] | None = None
+    """Which collectives run beside matrix products; `none` by default."""
+    recompute_gather: bool | None = None
+    """Whether the backward gathers the inputs of split layers again, instead of the forward keeping them."""
 
 
 PLAN_KEYS: Final = tuple(entry.name for entry in fields(PlanFile))

@@ -8,10 +8,12 @@ from typing import NamedTuple
 from tpplan.plan.nodes import MapNode, Node, ScalarNode, shorten
 from tpplan.plan.operator_rule import RuleTextError, read_rule
 from tpplan.plan.plan_keys import PLAN_KEYS
+from tpplan.plan.positions import Span
 from tpplan.plan.problems import Problems
 from tpplan.plan.read_rule import (
     inner_span,
     origin_of,
+    read_overlap,
     read_pattern,
     read_rules,
     read_word,
@@ -19,7 +21,7 @@ from tpplan.plan.read_rule import (
     wrong_type,
 )
 from tpplan.plan.rules import KernelRule, OperatorEntry, Rule
-from tpplan.plan.vocabulary import PLAN_VERSION, KernelChoice, KernelKind
+from tpplan.plan.vocabulary import PLAN_VERSION, KernelChoice, KernelKind, Overlaps
 
 _KINDS = tuple(kind.value for kind in KernelKind)
 
@@ -35,6 +37,8 @@ class Document(NamedTuple):
         kernels: the kernel choices, in the order of the file.
         operators: the rules of operators, in the order of the file.
         one_shot: the largest all-reduces that are done in one step, in bytes, if given.
+        overlap, overlap_span: which collectives run beside products, if given, and where.
+        recompute_gather: whether backwards gather inputs again, if given.
     """
 
     name: str | None
@@ -44,6 +48,9 @@ class Document(NamedTuple):
     kernels: tuple[KernelRule, ...]
     operators: tuple[OperatorEntry, ...]
     one_shot: int | None
+    overlap: Overlaps | None = None
+    overlap_span: Span | None = None
+    recompute_gather: bool | None = None
 
 
 def read_document(root: Node | None, file: str, problems: Problems) -> Document | None:
@@ -72,6 +79,9 @@ def read_document(root: Node | None, file: str, problems: Problems) -> Document 
         tuple(_read_kernels(given["kernels"], file, problems)) if "kernels" in given else (),
         tuple(_read_operators(given["operators"], file, problems)) if "operators" in given else (),
         _read_bytes(given["one_shot_all_reduce"], problems) if "one_shot_all_reduce" in given else None,
+        read_overlap(given["overlap"], problems) if "overlap" in given else None,
+        given["overlap"].span if "overlap" in given else None,
+        _read_switch("recompute_gather", given["recompute_gather"], problems) if "recompute_gather" in given else None,
     )
 
 
@@ -132,6 +142,13 @@ def _read_bytes(node: Node, problems: Problems) -> int | None:
     if not isinstance(node, ScalarNode) or type(node.value) is not int or node.value < 0:
         message = "`one_shot_all_reduce` has to be a number of bytes"
         wrong_type(node, message, problems, "write `one_shot_all_reduce: 262144`")
+        return None
+    return node.value
+
+
+def _read_switch(key: str, node: Node, problems: Problems) -> bool | None:
+    if not isinstance(node, ScalarNode) or type(node.value) is not bool:
+        wrong_type(node, f"`{key}` has to be true or false", problems, f"write `{key}: true`")
         return None
     return node.value
 

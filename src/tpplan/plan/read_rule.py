@@ -16,7 +16,7 @@ from tpplan.plan.plan_keys import RULE_KEYS
 from tpplan.plan.positions import Span
 from tpplan.plan.problems import Problems
 from tpplan.plan.rules import NamedPack, Rule
-from tpplan.plan.vocabulary import OPTIONS_BY_STYLE, Exchange, Pin, Style
+from tpplan.plan.vocabulary import OPTIONS_BY_STYLE, Exchange, Overlaps, OverlapUnit, OverlapWord, Pin, Style
 from tpplan.plan.wording import one_of
 
 _Word = TypeVar("_Word", bound=StrEnum)
@@ -58,6 +58,14 @@ def read_word(node: Node, words: type[_Word], what: str, code: str, problems: Pr
     message = f"`{shorten(node.text)}` isn't {what}"
     problems.add(code, message, node, label=f"not {what}", help=word_help(node.text, known))
     return None
+
+
+def read_overlap(node: Node, problems: Problems) -> Overlaps | None:
+    """What is to be overlapped: `auto`, `none`, or a list of units."""
+    if not isinstance(node, ListNode):
+        return read_word(node, OverlapWord, "an overlap, nor a list of them", "TP021", problems)
+    found = [read_word(item, OverlapUnit, "a unit of overlap", "TP021", problems) for item in node.items]
+    return tuple(dict.fromkeys(unit for unit in found if unit is not None))
 
 
 def wrong_type(node: Node, expected: str, problems: Problems, help_text: str | None = None) -> None:
@@ -124,6 +132,7 @@ def _long_rule(
     packed = _packed(given["packed"], problems) if "packed" in given else None
     local = _local(given["local"], problems) if "local" in given else ()
     exchange = read_word(given["exchange"], Exchange, "an exchange", "TP021", problems) if "exchange" in given else None
+    overlap = read_overlap(given["overlap"], problems) if "overlap" in given else None
     if pattern is None or style is None:
         return None
     return Rule(
@@ -134,6 +143,7 @@ def _long_rule(
         packed,
         local,
         exchange,
+        overlap,
         pattern_span=key.span,
         style_span=given["style"].span,
         option_spans={name: node.span for name, node in given.items() if node.span is not None},

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tpplan.plan.operator_rule import OperatorRule
 from tpplan.plan.pattern import Pattern
 from tpplan.plan.positions import Span
-from tpplan.plan.vocabulary import Exchange, KernelChoice, KernelKind, Pin, Style
+from tpplan.plan.vocabulary import Exchange, KernelChoice, KernelKind, Overlaps, Pin, Style
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class Rule:
         packed: the matrices in a packed projection, in order; None if the plan names none.
         local: integer attributes that count something global and have to become local.
         exchange: how tokens reach whole experts on other ranks; None leaves it to the compiler.
+        overlap: which of its collectives run beside products; None for what the plan says for all.
         pattern_span: the pattern's token.
         style_span: the style's token.
         option_spans: the tokens of the other options' values, by option.
@@ -45,6 +46,7 @@ class Rule:
     packed: tuple[NamedPack, ...] | None = None
     local: tuple[str, ...] = ()
     exchange: Exchange | None = None
+    overlap: Overlaps | None = None
     pattern_span: Span | None = field(default=None, compare=False, repr=False)
     style_span: Span | None = field(default=None, compare=False, repr=False)
     option_spans: Mapping[str, Span] = field(default_factory=dict[str, Span], compare=False, repr=False)
@@ -54,7 +56,7 @@ class Rule:
     @property
     def settings(self) -> tuple[object, ...]:
         """Everything but the pattern: two rules with equal settings can't contradict each other."""
-        return (self.style, self.input, self.output, self.packed, self.local, self.exchange)
+        return (self.style, self.input, self.output, self.packed, self.local, self.exchange, self.overlap)
 
     def span_of(self, option: str) -> Span | None:
         """The token to point at for `option`: its value's, else the style's."""

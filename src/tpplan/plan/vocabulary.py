@@ -58,9 +58,27 @@ class KernelChoice(StrEnum):
     TORCH = "torch"
 
 
+class OverlapUnit(StrEnum):
+    """A collective, and the computation that it is hidden behind."""
+
+    GATHER_LINEAR = "gather_linear"
+    LINEAR_REDUCE = "linear_reduce"
+    WEIGHT_GRADIENT = "weight_gradient"
+    HALF_BATCHES = "half_batches"
+
+
+class OverlapWord(StrEnum):
+    """What is overlapped, in one word."""
+
+    AUTO = "auto"
+    NONE = "none"
+
+
+Overlaps = OverlapWord | tuple[OverlapUnit, ...]
+
 OPTIONS_BY_STYLE: Final[dict[Style, frozenset[str]]] = {
-    Style.COLWISE: frozenset({"input", "output", "packed", "local"}),
-    Style.ROWWISE: frozenset({"input", "output", "packed", "local"}),
+    Style.COLWISE: frozenset({"input", "output", "packed", "local", "overlap"}),
+    Style.ROWWISE: frozenset({"input", "output", "packed", "local", "overlap"}),
     Style.SEQUENCE: frozenset({"input", "output", "local"}),
     Style.VOCAB: frozenset({"input", "output", "local"}),
     Style.EXPERTS: frozenset({"exchange"}),

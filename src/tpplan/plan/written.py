@@ -7,6 +7,8 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from tpplan.plan.vocabulary import Overlaps, OverlapWord
+
 if TYPE_CHECKING:
     from tpplan.plan.plan import Plan
     from tpplan.plan.rules import KernelRule, Rule
@@ -37,6 +39,10 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
         document["operators"] = {rule.name: rule.rule.text for rule in plan.operators}
     if plan.one_shot:
         document["one_shot_all_reduce"] = plan.one_shot
+    if plan.overlap != OverlapWord.NONE:
+        document["overlap"] = _overlap(plan.overlap)
+    if plan.recompute_gather:
+        document["recompute_gather"] = True
     return document
 
 
@@ -65,7 +71,13 @@ def _rule(rule: Rule) -> object:
         options["local"] = list(rule.local)
     if rule.exchange is not None:
         options["exchange"] = rule.exchange.value
+    if rule.overlap is not None:
+        options["overlap"] = _overlap(rule.overlap)
     return options if len(options) > 1 else rule.style.value
+
+
+def _overlap(overlap: Overlaps) -> object:
+    return overlap.value if isinstance(overlap, OverlapWord) else [unit.value for unit in overlap]
 
 
 def _kernels(kernels: tuple[KernelRule, ...]) -> dict[str, object]:

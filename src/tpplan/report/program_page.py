@@ -19,6 +19,7 @@ from tpplan.report.program_tables import cost_table, memory_table, module_table
 from tpplan.report.quantities import count_text, path_text, shape_text
 
 if TYPE_CHECKING:
+    from tpplan.compiler.ir.overlaps import Overlap
     from tpplan.compiler.ir.program import KernelUse, Program
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -107,6 +108,7 @@ def _notes(program: Program) -> Iterator[RenderableType]:
     if program.freedoms:
         allowed = dict.fromkeys(FREEDOMS[name] for name in program.freedoms)
         yield listed("Allowed, as the plan would gather more, or not compile, without:", allowed)
+    yield from _overlapped(program)
     yield from _assumptions(program)
 
 
@@ -115,6 +117,38 @@ def _headline(program: Program) -> Text:
     text = Text(f"{program.model} with plan {program.plan} on {count_text(program.size, 'rank')}", style="bold")
     mode = "training" if program.training else "evaluation"
     return text.append(f" (axis {program.axis}), in {mode}\ncalled with {inputs}", style="not bold")
+
+
+def _overlapped(program: Program) -> Iterator[Text]:
+    """What runs beside matrix products, equal layers together, and what doesn't."""
+    if not program.overlaps:
+        return
+    counted = Counter(map(_overlap_text, program.overlaps))
+    yield listed("Run beside matrix products:", [text if n == 1 else f"{text} × {n}" for text, n in counted.items()])
+    places = {(overlap.module, overlap.path) for overlap in program.overlaps if overlap.units}
+    others = Counter(
+        str(way)
+        for module, reshard in program.reshards()
+        if (module.name, reshard.path) not in places
+        for way in {reshard.forward, reshard.backward}
+        if way.communicates
+    )
+    if others:
+        yield listed(
+            "Exposed, as no linear layer stands there, or the plan asks for nothing:",
+            [f"{name} at {count_text(count, 'place')}" for name, count in sorted(others.items())],
+        )
+
+
+def _overlap_text(overlap: Overlap) -> str:
+    layers = ", ".join(name.rpartition(".")[2] for name in overlap.linears)
+    place = ".".join(filter(None, (_INDEX.sub("*", overlap.module), *map(str, overlap.path))))
+    text = f"{', '.join(overlap.units) or 'nothing'} at {place or 'the model'}: {layers}"
+    if overlap.groups and overlap.units:
+        text += f"; parts multiplied {', '.join(map(str, overlap.groups))} at a time"
+    if overlap.least:
+        text += f"; from {overlap.least:,} rows on"
+    return f"{text}; gathered again in the backward" if overlap.recomputes else text
 
 
 def _summed(program: Program) -> Iterator[Text]:

@@ -18,9 +18,10 @@ import torch
 from pydantic import TypeAdapter
 
 from tpplan.compiler.ir.layout import Collective, Layout, Pack, all_reduce_of
+from tpplan.compiler.ir.overlaps import PAIRWISE, Overlap
 from tpplan.compiler.ir.replaced_bodies import BODIES, Body, RecordedBody, SharedExperts, SplitNorm
 from tpplan.cost.work import Work
-from tpplan.plan import Diagnostic
+from tpplan.plan import Diagnostic, OverlapUnit
 
 PROGRAM_VERSION = 3
 
@@ -381,6 +382,7 @@ class Program:
         device: where the model runs, as its bodies were told; nor is this.
         freedoms: what had to be allowed for the plan to compile, by the names of `ir/freedoms`; nor is this.
         one_shot: the largest all-reduces that ranks do in one step, in bytes, as the plan says.
+        overlaps: the reshards whose collectives run beside matrix products.
         work: what a step has a rank do, of a program that was read; not part of the digest.
         measure: measures that, of a program that was compiled here: by a call, or `at(batch, sequence)`; nor is this.
     """
@@ -409,6 +411,7 @@ class Program:
     device: str = field(default="cpu", compare=False)
     freedoms: tuple[str, ...] = field(default=(), compare=False)
     one_shot: int = 0
+    overlaps: tuple[Overlap, ...] = ()
     version: int = PROGRAM_VERSION
     work: Work | None = field(default=None, compare=False, repr=False)
     measure: Any = field(default=None, compare=False, repr=False)
@@ -423,8 +426,9 @@ class Program:
     def count_collectives(self, backward: bool = True, picked: bool = True, sums: bool = True) -> Counter[str]:
         """How often each collective runs in one forward, or in one forward and backward.
 
-        The coalesced sum of parameter gradients counts as one all-reduce per dtype, in the backward. (Where FSDP cuts
-        parameters, it is one for each of its units.)
+        A pairwise exchange counts as the collective in whose place it runs; see `count_pairwise`. The coalesced sum of
+        parameter gradients counts as one all-reduce per dtype, in the backward. (Where FSDP cuts parameters, it is one
+        for each of its units.)
 
         Args:
             backward: whether to count those of the backward.
@@ -433,6 +437,7 @@ class Program:
         """
         counted: Counter[str] = Counter()
         inside = tuple(f"{name}." for name in self.picked)
+        again = {(held.module, held.path) for held in self.overlaps if held.recomputes}
         for module, reshard in self.reshards():
             if not picked and f"{module.name}.".startswith(inside):
                 continue
@@ -440,9 +445,26 @@ class Program:
             for way, times in ((reshard.forward, there), (reshard.backward, back if backward else 0)):
                 if way.communicates and times:
                     counted[str(way)] += times
+            if backward and back and (module.name, reshard.path) in again and reshard in module.entries:
+                counted[str(reshard.forward)] += back
         if backward and sums:
             counted.update(name for name, _ in self.gradient_sums)
         return counted
+
+    def count_pairwise(self, backward: bool = True) -> Counter[str]:
+        """How many of these run as exchanges of pairs, beside matrix products, in calls of any size."""
+        counted: Counter[str] = Counter()
+        for overlap in self.overlaps:
+            unit = next((unit for unit in overlap.units if unit in PAIRWISE and not overlap.least), None)
+            if unit is None:
+                continue
+            module = next(spec for spec in self.modules if spec.name == overlap.module)
+            reshard = next(r for r in (module.entries if overlap.inward else module.exits) if r.path == overlap.path)
+            there, back = reshard.repeats(module.calls)
+            counted[str(reshard.forward)] += there
+            if backward and unit is OverlapUnit.LINEAR_REDUCE:
+                counted[str(reshard.backward)] += back
+        return +counted
 
     @property
     def summed_parameters(self) -> tuple[ParameterPlacement, ...]:
@@ -514,7 +536,7 @@ class Program:
         plain = asdict(replace(self, diagnostics=(), boundaries={}, varied=frozenset(), work=None, measure=None))
         for name in ("diagnostics", "boundaries", "varied", "device", "freedoms", "work", "measure"):
             del plain[name]
-        for name in ("assumed", "picked", "left", "buffers", "takes_gradients", "drawn", "one_shot"):
+        for name in ("assumed", "picked", "left", "buffers", "takes_gradients", "drawn", "one_shot", "overlaps"):
             if not plain[name]:
                 del plain[name]
         for module, spec in zip(plain["modules"], self.modules, strict=True):

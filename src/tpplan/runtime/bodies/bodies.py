@@ -26,7 +26,7 @@ from tpplan.runtime.around.standalone import alone_moves
 from tpplan.runtime.bodies.expert_bodies import ElsewhereBody, StackBody, own_body
 from tpplan.runtime.bodies.fused_sums import residual_norms
 from tpplan.runtime.bodies.kernel_bodies import Body, active_uses, body_of, choice_of, fused_norms, without_bias
-from tpplan.runtime.bodies.layer_bodies import layer_of
+from tpplan.runtime.bodies.layer_bodies import column, layer_of
 from tpplan.runtime.bodies.open_bodies import OpenBodies
 from tpplan.runtime.bodies.recorded_bodies import Inside
 from tpplan.runtime.bodies.recurrent_bodies import RecurrentBody
@@ -37,6 +37,7 @@ from tpplan.runtime.classes.class_scope import ClassBody, ClassCounter
 from tpplan.runtime.classes.split_logits import SplitLogits
 from tpplan.runtime.modules.module_runtime import EntryStep, ExitStep, ModuleRuntime
 from tpplan.runtime.modules.writes import stock_class
+from tpplan.runtime.overlap.overlapped_layers import overlapped_layers
 from tpplan.runtime.parameters.handed_out import (
     BlockReader,
     HandedOut,
@@ -118,6 +119,8 @@ def prepare(
     readers_of = Counter(
         (id(owner), leaf) for spec in specs for owner, leaf in {_owner(modules, n) for n in spec.reads}
     )
+    lefts = {u.parts[0] for u in uses.values() if u.kind == "bias_gelu"}
+    overlapped = overlapped_layers(program, modules, readers, handed_out, lefts)
     for spec in specs:
         module = modules[spec.name]
         reads = _reads(spec, placements, readers, handed_out)
@@ -125,13 +128,18 @@ def prepare(
         own = {leaf: read for (owner, leaf), (_, read) in zip(owners, reads, strict=True) if owner is module}
         is_root, fresh = spec.name == "", spec.style in ("rowwise", "vocab") and not spec.walked
         use = uses.get(spec.name)
-        left = spec.name in {u.parts[0] for u in uses.values() if u.kind == "bias_gelu"}
+        left = spec.name in lefts
         body = without_bias(spec.transposed, module) if left else None
         kept = tuple(_kept(spec, modules, placements, steps))
+        joint = overlapped.joints.get(spec.name)
         runtime = ModuleRuntime(
             label=_label(spec, placements, taken.get(spec.name)),
             axis=axis,
-            entries=tuple(s for r in spec.entries for s in _entries(module, r, *steps.at(_place(spec, r, True), r))),
+            entries=tuple(
+                replace(s, joint=overlapped.entries.get((spec.name, r.path)))
+                for r in spec.entries
+                for s in _entries(module, r, *steps.at(_place(spec, r, True), r))
+            ),
             exits=tuple(s for r in spec.exits for s in _exits(r, *steps.at(_place(spec, r, False), r, fresh))),
             alone=_alone(spec.name, module, program.boundaries.get(spec.name, ()), handed_out, context, is_root),
             split_classes=_split_classes(program.boundaries.get(spec.name, ())),
@@ -154,7 +162,9 @@ def prepare(
             opened=opened if is_root else (),
             context=context if is_root and (program.flattens_batch or program.replays) else None,
             transposed=spec.transposed,
-            layer=None if is_root or spec.walked else layer_of(spec.style, module),
+            layer=None if is_root or spec.walked else column if joint is not None else layer_of(spec.style, module),
+            joint=joint,
+            scattered=overlapped.scattered.get(spec.name),
             shared=any(r.aliases for r in (*spec.entries, *spec.exits)),
             body=_replaced(spec, modules, stock, placements, handed_out, context, steps, readers, use)
             or fused_bodies.get(spec.name)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tpplan.compat.dynamo import is_traced
 from tpplan.compat.modes import without_function_modes
 from tpplan.runtime.modules.writes import stock_class
 from tpplan.runtime.ranks.reshard import Move
@@ -44,15 +45,30 @@ def column(
     module: nn.Module, runtime: ModuleRuntime, input: Tensor, weight: Tensor, bias: Tensor | None, leave: Move | None
 ) -> Tensor:
     """A linear layer split by columns."""
-    result = functional.linear(input, weight, bias)
+    result = product(input, weight, bias, runtime.transposed)
     return result if leave is None else leave(result)
+
+
+def product(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """A linear layer's product; `transposed` for a weight of (inputs, outputs), as transformers' Conv1D has it."""
+    if not transposed:
+        return functional.linear(input, weight, bias)
+    if bias is None:
+        return input @ weight
+    return torch.addmm(bias, input.reshape(-1, input.shape[-1]), weight).view(*input.shape[:-1], weight.shape[1])
 
 
 def row(
     module: nn.Module, runtime: ModuleRuntime, input: Tensor, weight: Tensor, bias: Tensor | None, leave: Move | None
 ) -> Tensor:
     """A linear layer split by rows."""
-    result = input @ weight if runtime.transposed else functional.linear(input, weight)
+    result = None
+    if not is_traced() and runtime.scattered is not None:
+        result = runtime.scattered(input, weight)
+    if result is not None:
+        leave = None
+    else:
+        result = product(input, weight, None, runtime.transposed)
     if leave is not None:
         result = leave(result)
     return result if bias is None else result + bias.to(result.dtype)  # autocast makes products of another dtype
@@ -131,4 +147,4 @@ def without_gradients(layer: Layer, module: nn.Module) -> Layer:
     return looked_up
 
 
-__all__ = ["Layer", "column", "layer_of", "row", "table", "without_gradients"]
+__all__ = ["Layer", "column", "layer_of", "product", "row", "table", "without_gradients"]

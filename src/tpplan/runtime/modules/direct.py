@@ -245,6 +245,14 @@ def _layer(module: nn.Module, runtime: ModuleRuntime, layer: Layer) -> Forward:
     assert runtime.weight is not None
     weight, bias = _reader(runtime.weight), None if runtime.bias is None else _reader(runtime.bias)
 
+    if runtime.scattered is not None or (runtime.joint is not None and runtime.joint.dim is not None):
+
+        def overlapped(*args: Tensor, **kwargs: Tensor) -> Tensor:
+            held = None if bias is None else bias(parameters["bias"])  # pyright: ignore
+            return runtime.run_layer(module, (*args, *kwargs.values()), weight(parameters["weight"]), held)  # pyright: ignore
+
+        return overlapped
+
     def forward(*args: Tensor, **kwargs: Tensor) -> Tensor:
         (input,) = args or kwargs.values()
         if enter is not None:

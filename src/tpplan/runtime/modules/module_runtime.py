@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
@@ -20,6 +21,8 @@ from tpplan.runtime.around.watched import WatchedCall
 from tpplan.runtime.bodies.kernel_bodies import Body, Fused
 from tpplan.runtime.bodies.layer_bodies import Layer
 from tpplan.runtime.classes.class_scope import ClassBody
+from tpplan.runtime.overlap.joint import Joint
+from tpplan.runtime.overlap.scattered import Scattered
 from tpplan.runtime.parameters.handed_out import HandedOut
 from tpplan.runtime.random.mixed_draws import Randomness
 from tpplan.runtime.ranks.communicator import Communicator
@@ -46,13 +49,17 @@ class DirectForwards(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EntryStep:
-    """A reshard of one argument: by name, by position if passed so, and by the path inside it; and where, in words."""
+    """A reshard of one argument: by name, by position if passed so, and by the path inside it; and where, in words.
+
+    `joint` makes it together with the products of the layers that read the argument.
+    """
 
     name: str
     position: int | None
     inner: tuple[str | int, ...]
     step: Move
     place: str = ""
+    joint: Joint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +104,8 @@ class ModuleRuntime:
         alone: what happens at its boundary as well if it is called by itself; None if nothing does.
         infers: for the root: whether torch has kernels for inference for modules in it, which take whole weights.
         fused: of a norm, one operation that computes it where no gradient is recorded.
+        joint: of a linear layer, what makes its product beside a collective.
+        scattered: the same, of one whose result is split along the sequence.
         moving: the entries that do anything where no gradient is recorded.
     """
 
@@ -129,6 +138,8 @@ class ModuleRuntime:
     table: tuple[int, int] = (0, 0)
     fused: Fused | None = None
     infers: bool = False
+    joint: Joint | None = None
+    scattered: Scattered | None = None
     moving: tuple[EntryStep, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -165,6 +176,10 @@ class ModuleRuntime:
         assert self.layer is not None and weight is not None
         if self.entries:
             input = self._told(self.entries[0])(input)
+        if self.joint is not None and not is_traced():
+            made = self.joint.product_of(module, input, weight)
+            if made is not None:
+                return made
         return self.layer(module, self, input, weight, bias, self._told(self.exits[0]) if self.exits else None)
 
     def keep(self) -> None:
@@ -180,9 +195,11 @@ class ModuleRuntime:
         return result
 
     def _told(self, step: EntryStep | ExitStep) -> Move:
-        if is_traced() or not self.handed_out.profiled:
+        if is_traced():
             return step.step
-        return telling(step.step, step.place)
+        joint = step.joint if isinstance(step, EntryStep) else None
+        move = step.step if joint is None else functools.partial(joint, step=step.step)
+        return telling(move, step.place) if self.handed_out.profiled else move
 
 
 Step = TypeVar("Step", EntryStep, ExitStep)

@@ -173,6 +173,8 @@ class HandedOut:
         summing: the same, for gradients.
         context: what reshards know of the call under way.
         shards: the tensors; None while no forward of the root is under way.
+        made: products of linear layers that were made before the layers are called: of which input and parameter, each
+            with how often it had been written to.
         context: what reshards know of the call under way.
         calls: the calls that ended, of which activation checkpoints may recompute a part.
         alone: called before a module runs by itself, outside of any forward of the root.
@@ -200,6 +202,7 @@ class HandedOut:
         self.summing = of_sums(axis)
         self.context = CallContext() if context is None else context
         self.shards: dict[int, Tensor] | None = None
+        self.made: dict[nn.Module, tuple[Tensor, int, object, int, Tensor]] = {}
         self.calls = RecentCalls()
         self.alone: Callable[[], None] | None = None
         self.again: Callable[[Ran, bool], None] | None = None
@@ -221,7 +224,7 @@ class HandedOut:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy of the model has of it: nothing was compiled for that, nor called."""
-        return self.__dict__ | {"regions": {}, "compiler": None, "compiled_by": None, "recalled": None}
+        return self.__dict__ | {"regions": {}, "made": {}, "compiler": None, "compiled_by": None, "recalled": None}
 
     def open(self, summed: Sequence[Tensor]) -> None:
         """Begin a forward: hand out the parameters whose gradients are summed, tied together by one backward node."""
@@ -250,6 +253,7 @@ class HandedOut:
         """End a forward, and go on with the one around it; the autograd graph keeps what it needs."""
         forwards.count -= 1
         self.shards = None
+        self.made.clear()
         self.note(False)
         self.shards, batch = outer
         self.context.batch = self.context.batch if self.shards is None else batch

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import NoReturn, Protocol, Self, cast
 
 import torch
@@ -17,15 +17,18 @@ from torch import Tensor
 
 from tpplan.compat.dynamo import is_traced
 from tpplan.compat.process_groups import (
+    begun,
     collectives_without_dispatch,
     group_all_gather,
     group_reduce_scatter,
+    swapped,
     traced_all_gather,
     traced_all_reduce,
     traced_all_to_all,
     traced_reduce_scatter,
 )
 from tpplan.compat.tensors import as_bytes
+from tpplan.compiler.ir.layout import Collective
 from tpplan.runtime.ranks.faults import lost_rank
 from tpplan.runtime.ranks.one_shot import SharedMemory, share_memory
 from tpplan.runtime.ranks.profiled import named_range
@@ -82,12 +85,14 @@ class ProcessGroupCommunicator:
         place: which module's boundary it serves, for errors.
         adjoint: whether it serves a backward.
         counted: whether a program says how often that is.
+        begins: whether a collective may be begun, and waited for later.
         shared: where small tensors are summed in one step, if the ranks share memory.
     """
 
     place = ""
     adjoint = False
     counted = True
+    begins = True
     one_shot = 0
     shared: SharedMemory | None = None
 
@@ -162,9 +167,7 @@ class ProcessGroupCommunicator:
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """See `Communicator`."""
-        if dim != 0:
-            tensor = torch.cat(tensor.chunk(self.size, dim))
-        tensor = tensor.contiguous()
+        tensor = _rows_first(tensor, self.size, dim)
         if is_traced():
             return _like(traced_reduce_scatter(_real(tensor), self.size, self._name), tensor)
         scattered = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
@@ -212,6 +215,62 @@ class ProcessGroupCommunicator:
         except RuntimeError as error:
             self._raise("all-to-all", rows, error)
         return arrived
+
+    # -- beside other work ----------------------------------------------------------------------------------------
+    def begin_collective(self, collective: Collective, tensor: Tensor, dim: int = 0) -> Callable[[], Tensor]:
+        """Begin an all-reduce, an all-gather or a reduce-scatter; what comes back waits for it.
+
+        See `Communicator` for what each returns. Until then nobody may write to `tensor`, nor read an all-reduce's.
+        """
+        name = str(collective)
+        tensor = _rows_first(tensor, self.size, dim) if collective is Collective.REDUCE_SCATTER else tensor.contiguous()
+        try:
+            with self._named(name):
+                made, work = begun(self.group, name, _real(tensor), self.size)
+        except RuntimeError as error:
+            self._raise(name, tensor, error)
+
+        def wait() -> Tensor:
+            try:
+                _wait(work)
+            except RuntimeError as error:
+                self._raise(name, tensor, error)
+            if collective is Collective.ALL_REDUCE:
+                return tensor
+            result = _like(made, tensor)
+            gathers = collective is Collective.ALL_GATHER and dim != 0
+            return torch.cat(result.chunk(self.size), dim) if gathers else result
+
+        return wait
+
+    @contextmanager
+    def pairwise(self, collective: Collective) -> Generator[Callable[[Tensor, int], Callable[[], Tensor]]]:
+        """A block that exchanges tensors in pairs of ranks, in place of a collective.
+
+        What it gives sends a tensor to the rank so many places after this one, begins to receive one like it from the
+        rank as many places before, and returns what waits for that.
+        """
+        name = f"pairwise {collective}"
+
+        def swap(sent: Tensor, distance: int) -> Callable[[], Tensor]:
+            received = torch.empty_like(sent)
+            try:
+                works = swapped(self.group, _real(sent), _real(received), distance)
+            except RuntimeError as error:
+                self._raise(name, sent, error)
+
+            def wait() -> Tensor:
+                try:
+                    for work in works:
+                        work.wait()
+                except RuntimeError as error:
+                    self._raise(name, sent, error)
+                return received
+
+            return wait
+
+        with self._named(name):
+            yield swap
 
     def _named(self, collective: str) -> AbstractContextManager[object]:
         return named_range(collective, self.adjoint, self.place)
@@ -289,6 +348,11 @@ def of_sums(axis: Communicator) -> Communicator:
 def placed(axis: Communicator, place: str) -> Communicator:
     """`axis`, for what belongs to `place`, if it is one of real ranks."""
     return axis.at(place) if isinstance(axis, ProcessGroupCommunicator) else axis
+
+
+def _rows_first(tensor: Tensor, size: int, dim: int) -> Tensor:
+    """The ranks' parts along `dim`, one after the other along the first dim."""
+    return (torch.cat(tensor.chunk(size, dim)) if dim != 0 else tensor).contiguous()
 
 
 def _real(tensor: Tensor) -> Tensor:

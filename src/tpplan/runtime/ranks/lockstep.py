@@ -53,6 +53,8 @@ class _Calls:
 class LockstepCommunicator(ProcessGroupCommunicator):
     """The ranks of a process group, which compare each collective before it runs."""
 
+    begins = False
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Take the ranks of `group`; every rank of it must."""
         super().__init__(group)

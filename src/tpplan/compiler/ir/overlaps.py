@@ -1,0 +1,40 @@
+"""Overlaps: which collectives of a program run beside matrix products, and which don't and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tpplan.plan import OverlapUnit
+
+PAIRWISE = (OverlapUnit.GATHER_LINEAR, OverlapUnit.LINEAR_REDUCE)
+"""The units whose collectives run as exchanges of pairs, in steps between which there are products."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """A reshard whose collectives run beside the products of linear layers.
+
+    Attributes:
+        module: at whose boundary it stands.
+        inward: whether it is an argument's.
+        path: where the tensor sits, as of the `Reshard`.
+        linears: the layers; of a result, the module itself.
+        units: what is hidden behind what.
+        groups: of a pairwise exchange, how many ranks' parts each product is of, in order.
+        grouped: of how many of the layers; the others multiply the whole.
+        least: how many rows of the whole tensor a call has to have, so that it pays; 0 for all calls.
+        recomputes: whether the backward gathers the tensor again.
+    """
+
+    module: str
+    inward: bool
+    path: tuple[str | int, ...]
+    linears: tuple[str, ...]
+    units: tuple[OverlapUnit, ...] = ()
+    groups: tuple[int, ...] = ()
+    grouped: int = 0
+    least: int = 0
+    recomputes: bool = False
+
+
+__all__ = ["PAIRWISE", "Overlap"]

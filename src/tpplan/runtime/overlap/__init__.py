@@ -1,0 +1,1 @@
+"""Collectives beside the matrix products that they serve."""

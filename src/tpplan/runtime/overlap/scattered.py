@@ -1,0 +1,100 @@
+"""Linear layers split by rows whose sum is split along the sequence: parts are sent while others are multiplied.
+
+in:  x (…, s, in / size), and this rank's columns of a weight
+out: y (…, s / size, out), this rank's part of the sum
+
+forward    the terms x W of some parts are made while those of others travel
+backward   dX = dY Wᵀ of some parts of dY is made while others travel; then dW
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpplan.compat.autograd import native_apply
+from tpplan.compat.modes import without_function_modes
+from tpplan.runtime.bodies.layer_bodies import product
+from tpplan.runtime.overlap.pairwise import gather_with, runs_as_written, scatter_with
+from tpplan.runtime.ranks.communicator import Communicator, of_backward
+from tpplan.runtime.ranks.profiled import at_place, told_place
+from tpplan.runtime.ranks.reshard import SecondDerivativeError
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """The products of a layer, and their sum over the ranks.
+
+    Attributes:
+        axis: the ranks.
+        dim: along which the sum is split.
+        transposed: whether the weight is (inputs, outputs).
+        groups: how many parts are multiplied at a time, in order.
+        least: how many rows the whole has to have, so that it pays.
+    """
+
+    axis: Communicator
+    dim: int
+    transposed: bool
+    least: int
+    groups: tuple[int, ...]
+
+    def __call__(self, input: Tensor, weight: Tensor) -> Tensor | None:
+        """This rank's part of the sum; None where the layer has to run as without."""
+        if not runs_as_written() or weight.dtype is not input.dtype:
+            return None
+        if input.numel() // max(input.shape[-1], 1) < self.least or input.dim() <= self.dim + 1:
+            return None
+        if not input.shape[self.dim] or input.shape[self.dim] % self.axis.size:
+            return None
+        with without_function_modes():
+            if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
+                return _apply_scattered(self, input, weight)
+            return self.compute(input, weight)
+
+    def compute(self, input: Tensor, weight: Tensor) -> Tensor:
+        """The same, without a backward."""
+        parts = input.chunk(self.axis.size, self.dim)
+
+        def work(ranks: list[int]) -> Tensor:
+            given = torch.cat([parts[rank] for rank in ranks], self.dim) if len(ranks) > 1 else parts[ranks[0]]
+            return product(given, weight, None, self.transposed)
+
+        return scatter_with(self.axis, self.dim, self.groups, work)
+
+
+class _Scattered(torch.autograd.Function):
+    """See the module's docstring."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Scattered, input: Tensor, weight: Tensor) -> Tensor:
+        ctx.layer, ctx.place = layer, told_place()
+        ctx.save_for_backward(input, weight)
+        return layer.compute(input, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise SecondDerivativeError
+        layer: Scattered = ctx.layer
+        input, weight = ctx.saved_tensors
+        _, wants_input, wants_weight = ctx.needs_input_grad
+
+        def work(part: Tensor) -> list[Tensor]:
+            return [part @ (weight.t() if layer.transposed else weight)] if wants_input else []
+
+        with at_place(ctx.place):
+            whole, made = gather_with(of_backward(layer.axis), gradients[0], layer.dim, layer.groups[::-1], work)
+        of_weight = None
+        if wants_weight:
+            rows, given = whole.flatten(0, -2), input.flatten(0, -2)
+            of_weight = given.t() @ rows if layer.transposed else rows.t() @ given
+        return None, made[0] if made else None, of_weight
+
+
+_apply_scattered = native_apply(_Scattered)
+
+__all__ = ["Scattered"]
