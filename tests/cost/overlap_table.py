@@ -29,7 +29,7 @@ def rows() -> list[tuple[str, ...]]:
             num_hidden_layers=2, vocab_size=128256, max_position_embeddings=131072,
         )  # fmt: skip
         with torch.device("meta"):
-            model = LlamaForCausalLM(config).to(torch.bfloat16)
+            model = LlamaForCausalLM(config).bfloat16()
         ids = torch.zeros(1, ROWS, dtype=torch.long, device="meta")
         for plan, units in UNITS.items():
             asked = {**tpplan.load_plan(plan).to_dict(), "overlap": units}

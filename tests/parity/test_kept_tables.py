@@ -229,7 +229,7 @@ def test_those_of_a_library_are_found(where: str, called: str, tmp_path: Path, m
         file, name = tmp_path / f"{users}.py", users
     file.write_text(text)
     monkeypatch.setattr(sys, "path", [str(library), str(tmp_path), *sys.path])
-    monkeypatch.setattr(surroundings, "_LIBRARIES", (*surroundings._LIBRARIES, str(library)))
+    monkeypatch.setattr(surroundings, "LIBRARIES", (*surroundings.LIBRARIES, str(library)))
     model: Any = importlib.import_module(name).Model().double()
     example, *calls = [((x_of(length),), {}) for length in (6, 6, 4)]
     for _ in range(2):

@@ -52,7 +52,7 @@ def _frees(member: Member, broadcast: bool) -> list[int]:
     counts: list[int] = []
     stock = MeshDistributor.distribute
 
-    def counted(self: MeshDistributor, parameter: Tensor, placement: Any) -> nn.Parameter:
+    def counted(self: MeshDistributor, parameter: Tensor, placement: Any) -> Tensor:
         if not parameter.is_meta:
             counts.append(sum(held() is not None for held in there))
         return stock(self, parameter, placement)
@@ -80,7 +80,7 @@ def _fails(member: Member, after: int) -> tuple[bool, list[str], list[str]]:
     hooks = [len(module._load_state_dict_pre_hooks) for module in model.modules()]  # pyright: ignore
     stock, calls = MeshDistributor.distribute, [0]
 
-    def counted(self: MeshDistributor, parameter: Tensor, placement: Any) -> nn.Parameter:
+    def counted(self: MeshDistributor, parameter: Tensor, placement: Any) -> Tensor:
         calls[0] += not parameter.is_meta
         if calls[0] > after:
             raise MemoryError("no more")

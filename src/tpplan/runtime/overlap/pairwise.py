@@ -75,15 +75,16 @@ def scatter_with(axis: Communicator, dim: int, groups: Sequence[int], work: Call
     if not (isinstance(axis, ProcessGroupCommunicator) and axis.begins):
         return axis.reduce_scatter(work(list(range(size))), dim)
     arriving: list[Waiting] = []
-    terms: Sequence[Tensor] = ()
+    made: list[Tensor] = []
     with axis.pairwise(Collective.REDUCE_SCATTER) as swap:
         first = 1
         for group in groups:
             distances = range(first, first + group)
             terms = work([(rank + distance) % size for distance in distances]).chunk(group, dim)
+            made = [*terms]
             arriving += [swap(term.contiguous(), d) for term, d in zip(terms, distances, strict=True) if d < size]
             first += group
-        total = terms[-1].contiguous()
+        total = made[-1].contiguous()
         for wait in arriving:
             total.add_(wait())
     return total
