@@ -127,14 +127,18 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def one(rank: int, fault: str, folder: str, rows: int = 1) -> None:
+def one(rank: int, fault: str, folder: str, rows: int = 1, overlap: bool = False) -> None:
     torch.set_num_threads(1)
     seconds = timedelta(seconds=SECONDS)
     ranks = 2 * rows
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=seconds)
     model = stack()
     mesh = init_device_mesh("cpu", (rows, 2), mesh_dim_names=("dp", "tp"))
-    tpplan.parallelize(model, {"version": 1, "modules": PLANS["tensor"]}, mesh["tp"], (x(),))
+    plan: dict[str, object] = {"version": 1, "modules": PLANS["sequence" if overlap else "tensor"]}
+    if overlap:
+        plan["overlap"] = ["gather_linear", "linear_reduce"]
+        assert len(tpplan.compile_plan(model, plan, 2, (x(),)).overlaps) > 1
+    tpplan.parallelize(model, plan, mesh["tp"], (x(),))
     if rows > 1:
         fully_shard(model, mesh=mesh["dp"])  # pyright: ignore
     model(x()).sum().backward()
@@ -162,6 +166,17 @@ def test_the_others_are_told_within_the_timeout(fault: str, tmp_path: Path) -> N
     assert float(seconds) < 3 * SECONDS
     own = tmp_path / f"{fault}.1"
     assert FAULTS[fault][2] in (own.read_text() if own.exists() else ""), own.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("fault", ["dies", "raises", "sleeps"])
+def test_so_they_are_where_parts_travel_beside_products(fault: str, tmp_path: Path) -> None:
+    start_forked(one, (fault, str(tmp_path), 1, True), 2, True)
+    seconds, text = (tmp_path / f"{fault}.0").read_text().split("\n", 1)
+    assert text.startswith("LostRankError: TP176 lost-rank: ") and FAULTS[fault][1] in text, text
+    assert "pairwise" in text, text
+    assert float(seconds) < 3 * SECONDS
 
 
 @pytest.mark.slow

@@ -306,6 +306,11 @@ def longer(model: Any, x: Tensor) -> list[Tensor]:
     return plain(model, torch.cat([x, x], 1).detach().requires_grad_())
 
 
+def of_one_row(model: Any, x: Tensor) -> list[Tensor]:
+    """Without a batch, and a sequence of one: what a layer reads has a dim less, or can't be split."""
+    return plain(model, x[0].detach().requires_grad_())
+
+
 USES: list[Callable[..., list[Tensor]]] = [
     plain,
     hooked,

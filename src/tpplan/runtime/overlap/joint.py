@@ -94,7 +94,9 @@ class Joint:
         records, hides = torch.is_grad_enabled(), self._hides(tensor)
         if not (hides and (records or self.dim is not None)) and not (records and self.recomputes):
             return step(tensor)
-        if not runs_as_written() or any(member.is_cut() for member in self.members):
+        if tensor.dim() < 2 or tensor.is_complex() or not runs_as_written():
+            return step(tensor)
+        if any(member.is_cut() for member in self.members):
             return step(tensor)
         held = [member.read() for member in self.members]
         if any(weight.dtype is not tensor.dtype for weight, _ in held):

@@ -44,7 +44,7 @@ class Scattered:
 
     def __call__(self, input: Tensor, weight: Tensor) -> Tensor | None:
         """This rank's part of the sum; None where the layer has to run as without."""
-        if not runs_as_written() or weight.dtype is not input.dtype:
+        if input.is_complex() or weight.dtype is not input.dtype or not runs_as_written():
             return None
         if input.numel() // max(input.shape[-1], 1) < self.least or input.dim() <= self.dim + 1:
             return None
