@@ -23,7 +23,6 @@ from tpplan.bench.running import BENCHMARKS, BenchmarkError, measurements, run, 
 from tpplan.compiler import search
 from tpplan.compiler.check import local_run
 
-
 IN_PLACE = (local_run.check, search.assign)
 
 
