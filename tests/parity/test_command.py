@@ -18,7 +18,7 @@ def test_a_right_program_exits_with_0(capsys):
     assert main(["verify", "torch_transformer", "--model", MODEL, "--tp", "2"]) == 0
     shown = capsys.readouterr()
     assert "computes the same" in shown.out
-    assert "running 2 simulated ranks" in shown.err
+    assert not shown.err  # progress is for terminals
 
 
 def test_json_is_all_there_is_on_standard_output(capsys):
