@@ -321,8 +321,8 @@ def _owner(modules: dict[str, nn.Module], name: str) -> tuple[nn.Module, str]:
 
 
 def _is_buffer(modules: dict[str, nn.Module], name: str) -> bool:
-    owner, leaf = _owner(modules, name)
-    return leaf in own_buffers(owner)
+    owner, _, leaf = name.rpartition(".")
+    return owner in modules and leaf in own_buffers(modules[owner])  # one that sits in several places has one name here
 
 
 def _readers(
