@@ -29,7 +29,7 @@ CHOICES: tuple[dict[str, Any], ...] = (
     {"recompute_gather": True},
     {"overlap": "auto"},
 )
-PLANS = ("llama", "llama-sequence", "gpt2", "gpt2-sequence", "mixtral", "mixtral-sequence", "t5", "t5-sequence")
+PLANS = ("llama", "llama-sequence", "gpt2", "gpt2-sequence")
 
 
 def _with(name: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def _parities(member: Member, name: str, choices: Sequence[dict[str, Any]]) -> l
         assert_same_run(ours, reference, allowed)
         with torch.no_grad():
             again = sharded(**keywords)
-        for one, other in zip(reference.outputs, [again[0]] if architecture != "t5" else [again.logits], strict=False):
+        for one, other in zip(reference.outputs, [again[0]], strict=False):
             assert (one - other).abs().max() <= allowed * one.abs().max()
         pairwise = [
             program.count_pairwise(backward=False),
@@ -67,9 +67,7 @@ def _parities(member: Member, name: str, choices: Sequence[dict[str, Any]]) -> l
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("name", "size"), slow_but([("llama-sequence", 2)], [("llama-sequence", 2), ("gpt2", 2), ("t5-sequence", 4)])
-)
+@pytest.mark.parametrize(("name", "size"), slow_but([("llama-sequence", 2)], [("llama-sequence", 2), ("gpt2", 2)]))
 def test_all_units_together_compute_the_same(name: str, size: int) -> None:
     (counts,) = zip(*world(size).run(_parities, name, CHOICES[4:5]), strict=True)
     assert all(rank == counts[0] for rank in counts)
