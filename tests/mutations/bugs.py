@@ -393,4 +393,12 @@ BUGS = (
     Bug("the gradient of an input isn't summed", "runtime/overlap/joint.py",
         "under_way = begin(axis, way, own.contiguous(), joint.dim or 0)", "under_way = lambda: own",
         ("runtime/test_overlap.py",)),
+    Bug("nothing is computed while a gradient's sum travels", "runtime/overlap/joint.py",
+        "                if not ctx.hides:", "                if True:", ("runtime/test_overlap.py",)),
+    Bug("parts are waited for before the first product", "runtime/overlap/pairwise.py",
+        "arriving = [swap(own, distance) for distance in range(1, size)]",
+        "arriving = [(lambda held: lambda: held)(swap(own, distance)()) for distance in range(1, size)]",
+        ("runtime/test_overlap.py",)),
+    Bug("what is gathered again isn't counted", "compiler/ir/program.py",
+        "        if self.gathered_again:", "        if False:", ("runtime/test_overlap.py",)),
 )  # fmt: skip

@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpplan
+from tests.cost import overlap_table
 from tests.marking import slow_but
 from tests.models.tiny import ARCHITECTURES, tiny_model
 from tests.plans.parity import assert_same_run, run, tolerance
 from tests.runtime.world import Member, world
 from tpplan.compiler.ir.program import Program
-from tpplan.plan import load_plan
+from tpplan.cost.cluster import cluster_of
+from tpplan.cost.hiding import LinearPart, Rates, schedules
+from tpplan.cost.traffic import module_traffic, placement_time
+from tpplan.plan import OverlapUnit, load_plan
+from tpplan.report.program_page import render_program
+from tpplan.runtime.overlap.joint import Joint, JointLayer
 from tpplan.runtime.overlap.pairwise import gather_with, scatter_with
+from tpplan.runtime.overlap.scattered import Scattered
+from tpplan.runtime.parameters.handed_out import HandedOut
 from tpplan.runtime.ranks.communicator import ProcessGroupCommunicator
 
+PAGE = Path(__file__).parents[2] / "docs" / "overlap.md"
 UNITS = ("gather_linear", "linear_reduce", "weight_gradient")
 CHOICES: tuple[dict[str, Any], ...] = (
     *({"overlap": [unit]} for unit in UNITS),
@@ -195,8 +209,10 @@ def test_a_plan_says_what_is_overlapped(modules: Any, options: Any, expected: li
     ],
 )
 def test_what_cannot_be_had_is_told_with_its_reason(modules: Any, options: Any, message: str) -> None:
-    (found,) = _compiled(modules, **options).diagnostics
+    plan = load_plan(json.dumps({"version": 1, "modules": modules, **options}, indent=1))
+    (found,) = tpplan.compile_plan(Normed(), plan, 2, torch.randn(2, 8, 8, requires_grad=True)).diagnostics
     assert found.code == "TP152" and message in found.message and found.help
+    assert found.span is not None and found.span.start.line > 6  # of the option, below the rules
 
 
 @pytest.mark.parametrize(
@@ -206,6 +222,7 @@ def test_what_cannot_be_had_is_told_with_its_reason(modules: Any, options: Any, 
         ({"overlap": ["gather_linears"]}, "TP021"),
         ({"overlap": 3}, "TP021"),
         ({"overlap": {"a": 1}}, "TP004"),
+        ({"overlap": "gather_linear"}, "TP004"),
         ({"recompute_gather": "yes"}, "TP004"),
         ({"modules": {"mlp.norm": {"style": "sequence", "overlap": "auto"}}}, "TP020"),
     ],
@@ -221,6 +238,203 @@ def test_a_plan_is_written_as_it_was_read() -> None:
     for overlap in ("auto", ["gather_linear", "linear_reduce"]):
         plan = load_plan({"version": 1, "modules": rules, "overlap": overlap, "recompute_gather": True})
         assert load_plan(plan.to_dict()) == plan == load_plan(plan.to_yaml())
+
+
+class Halved(nn.Linear):
+    """A linear layer that does more than its product."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 0.5
+
+
+def test_a_layer_whose_own_code_does_more_is_left_out() -> None:
+    model = Normed()
+    model.mlp.gate = Halved(8, 16)
+    plan = {"version": 1, "modules": WHOLE, "overlap": "auto"}
+    x = torch.randn(2, 8, 8, requires_grad=True)
+    assert [overlap.linears for overlap in tpplan.compile_plan(model, plan, 2, x).overlaps] == [("mlp.up",)]
+    assert tpplan.verify(model, plan, 2, x).ok
+
+
+def test_what_is_gathered_again_is_counted_sent_and_not_kept() -> None:
+    modules = {**SPLIT, "mlp.up": {"style": "colwise", "overlap": ["gather_linear"]}}
+    kept, again = _compiled(modules), _compiled(modules, recompute_gather=True)
+    assert again.count_collectives() - kept.count_collectives() == Counter({"all-gather": 1})
+    assert again.count_collectives(backward=False) == kept.count_collectives(backward=False)
+    traffic = [module_traffic(program.modules, 2) for program in (kept, again)]
+    assert traffic[1].backward.total - traffic[0].backward.total == 2 * 8 * 8 * 4 // 2
+    assert placement_time(again) > placement_time(kept)
+    memory = [tpplan.estimate(program, "h100").memory.activations for program in (kept, again)]
+    assert memory[0] - memory[1] == 2 * 8 * 8 * 4 // 2  # the whole input against a part
+    assert [overlap.linears for overlap in again.overlaps] == [("mlp.up", "mlp.gate")]  # else the gate would keep it
+    assert Program.from_dict(again.to_dict()) == again != kept
+
+
+# -- the schedule and its price ---------------------------------------------------------------------------------------
+class Proportional(Rates):
+    """Products take a second for each row."""
+
+    def products(self, layers: Iterable[LinearPart], rows: int) -> float:
+        return float(rows * len(list(layers)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "alone", "hidden"),
+    [
+        (2, (1, 1), 1.0, 1.0),  # the own part is multiplied while the other comes
+        (2, (1, 1), 3.0, 1.0),  # which takes longer: one product is hidden
+        (2, (2,), 1.0, 0.0),
+        (4, (1, 1, 1, 1), 3.0, 3.0),
+        (4, (1, 1, 1, 1), 6.0, 3.0),  # parts come each two seconds
+        (4, (1, 1, 2), 3.0, 2.0),  # two parts are waited for
+        (8, (1, 1, 2), 3.0, 3.0),
+    ],
+)
+def test_what_an_exchange_hides(rows: int, groups: tuple[int, ...], alone: float, hidden: float) -> None:
+    layers = [(1, 1, "float32", 4)]
+    assert Proportional(cluster_of("h100")).pairwise(layers, rows, groups, 1, alone) == pytest.approx(hidden)
+
+
+def test_all_groupings_are_of_all_parts() -> None:
+    for size in (2, 3, 4, 6, 8):
+        assert all(sum(groups) == size and 1 <= grouped <= 3 for groups, grouped in schedules(size, 3))
+
+
+def wide_llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_hidden_layers=1)
+    with torch.device("meta"):
+        return LlamaForCausalLM(config).bfloat16()
+
+
+def test_an_estimate_has_what_is_exposed_and_the_same_work() -> None:
+    ids = torch.zeros(1, 4096, dtype=torch.long, device="meta")
+    model = wide_llama()
+    costs: dict[str, Any] = {}
+    for name, options in {
+        "none": {}, "auto": {"overlap": "auto"}, "all": {"overlap": ["gather_linear", "linear_reduce"]}
+    }.items():  # fmt: skip
+        program = tpplan.compile_plan(model, _with("llama-sequence", options), 8, {"input_ids": ids, "labels": ids})
+        costs[name] = tpplan.estimate(program, "h100").step
+        assert ("Run beside matrix products" in render_program(program)) == bool(options)
+    none, auto, every = costs["none"], costs["auto"], costs["all"]
+    assert none.exposed_seconds == none.communication_seconds == every.communication_seconds
+    assert none.compute_seconds == every.compute_seconds
+    assert auto.exposed_seconds <= every.exposed_seconds < none.exposed_seconds  # auto leaves out what costs more
+    assert none.total_seconds - every.total_seconds == pytest.approx(none.exposed_seconds - every.exposed_seconds)
+    line = every.line
+    assert any(  # a sum runs beside what was before it
+        one.stream == "communication" and other.stream == "compute" and one.start < other.start + other.seconds - 1e-9
+        and other.start < one.start + one.seconds - 1e-9
+        for one in line for other in line
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_table_on_the_page_is_the_models() -> None:
+    shown = [" ".join(line.split("|")[2:]) for line in PAGE.read_text(encoding="utf-8").splitlines() if "%" in line]
+    for _, _, *figures in overlap_table.rows():
+        numbers = [figure.rpartition(" ")[2] if "%" in figure else figure for figure in figures]
+        assert " ".join(numbers) in [" ".join(line.split()) for line in shown], numbers
+
+
+# -- the order of things ----------------------------------------------------------------------------------------------
+class Noted(ProcessGroupCommunicator):
+    """Two ranks of which the other sends the same; notes what begins and what is waited for."""
+
+    def __init__(self) -> None:
+        self.size, self.rank, self.events = 2, 0, list[str]()
+
+    def at(self, place: str) -> Noted:
+        return self
+
+    def begin_collective(self, collective: Any, tensor: Tensor, dim: int = 0) -> Callable[[], Tensor]:
+        self.events.append(f"begin {collective}")
+        made = {"all-reduce": tensor * 2, "all-gather": torch.cat([tensor, tensor], dim)}.get(str(collective))
+        return lambda: self._waited(tensor.chunk(2, dim)[0] * 2 if made is None else made)
+
+    @contextmanager
+    def pairwise(self, collective: Any) -> Generator[Any]:
+        def swap(sent: Tensor, distance: int) -> Callable[[], Tensor]:
+            self.events.append(f"send {distance}")
+            return lambda: self._waited(sent)
+
+        yield swap
+
+    def _waited(self, made: Tensor) -> Tensor:
+        self.events.append("wait")
+        return made
+
+
+class Products(TorchDispatchMode):
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) in ("aten.mm.default", "aten.addmm.default", "aten.bmm.default"):
+            self.events.append("product")
+        return func(*args, **(kwargs or {}))
+
+
+def _joint(axis: Noted, dim: int | None, again: bool, unit: OverlapUnit) -> Joint:
+    held = HandedOut(axis)
+    members = tuple(JointLayer(nn.Linear(4, 4, bias=False), lambda p: p, None, False) for _ in range(2))
+    return Joint(axis, dim, members, frozenset({unit}), again, 0, (1, 1), 1, held)
+
+
+@pytest.mark.parametrize(
+    ("joint", "forward", "backward"),
+    [
+        ((None, False, OverlapUnit.WEIGHT_GRADIENT), "pp", "pp(reduce)pp."),
+        ((1, False, OverlapUnit.GATHER_LINEAR), ">p.pp", "pp(scatter)pp."),
+        ((1, True, OverlapUnit.GATHER_LINEAR), ">p.pp", "(gather)pp(scatter).pp."),
+    ],
+)
+def test_what_travels_does_so_while_something_is_computed(joint: Any, forward: str, backward: str) -> None:
+    """p: a product; >: a part is sent; (…): a collective begins; .: something is waited for."""
+    axis = Noted()
+    made = _joint(axis, *joint)
+    x = torch.randn(1, 2, 4, requires_grad=True)
+    with Products(axis.events):
+        whole = made(x, lambda _: pytest.fail("the plain step"))
+        products = [made.product_of(m.module, whole, m.module.weight) for m in made.members]
+    assert _shown(axis.events) == forward
+    axis.events.clear()
+    with Products(axis.events):
+        sum(held.sum() for held in products if held is not None).backward()  # pyright: ignore
+    assert _shown(axis.events) == backward
+
+
+def test_terms_are_sent_before_the_last_is_made_and_waited_for_after_it() -> None:
+    axis = Noted()
+    layer = Scattered(axis, 1, False, 0, (1, 1))
+    x, weight = torch.randn(1, 4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    with Products(axis.events):
+        made = layer(x, weight)
+    assert made is not None and _shown(axis.events) == "p>p."
+    axis.events.clear()
+    with Products(axis.events):
+        made.sum().backward()
+    assert _shown(axis.events) == ">p.pp"
+
+
+def _shown(events: list[str]) -> str:
+    signs = {"product": "p", "wait": ".", "send 1": ">"}
+    words = {"begin all-reduce": "(reduce)", "begin reduce-scatter": "(scatter)", "begin all-gather": "(gather)"}
+    return "".join((signs | words)[event] for event in events)
+
+
+def test_fewer_rows_than_pay_run_the_plain_step() -> None:
+    axis = Noted()
+    made = replace(_joint(axis, 1, False, OverlapUnit.GATHER_LINEAR), least=6)
+    plain = torch.randn(1, 4, 4)
+    assert made(torch.randn(1, 2, 4), lambda _: plain) is plain  # four rows of both ranks
+    assert made(torch.randn(1, 3, 4), lambda _: plain) is not plain
+    layer = Scattered(axis, 1, False, 6, (1, 1))
+    assert layer(torch.randn(1, 4, 4), torch.randn(4, 4)) is None
+    assert layer(torch.randn(1, 6, 4), torch.randn(4, 4)) is not None
 
 
 # -- bodies and calls that aren't as usual ----------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Overlap: find the collectives that can run beside matrix products.
 
 in:  the plan, the trace, the modules of the program
-out: `Overlap`s, and TP152 where the plan asks for one that can't be had
+out: `Overlap`s, the modules with what is gathered again, and TP152 for what the plan asks for and can't be had
 
     gather_linear     an all-gather of what linear layers multiply    the next part travels while one is multiplied;
                                                                       backward: the reduce-scatter, while dW is computed
@@ -9,7 +9,7 @@ out: `Overlap`s, and TP152 where the plan asks for one that can't be had
                                                                       backward: the all-gather, likewise
     weight_gradient   an all-reduce of the gradient of an input       while dW is computed
 
-A layer counts if all that it does is one product with its own weight, and perhaps a bias; the trace says so. `auto`
+A layer counts if a lemma says that it is one product with its own weight, and perhaps a bias (`rewrite/lemmas`). `auto`
 takes each where the cost model says that it pays, on the default cluster: from so many rows on.
 """
 
@@ -17,22 +17,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tpplan.compiler.bind.bind import Binding
+from tpplan.compiler.bind.linear import LinearForm
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import Collective, Layout
 from tpplan.compiler.ir.overlaps import Overlap
-from tpplan.compiler.ir.program import ModuleProgram, Reshard, dtype_name
-from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace
+from tpplan.compiler.ir.program import ModuleProgram, Program, Reshard, dtype_name
+from tpplan.compiler.ir.trace import Frame
 from tpplan.cost.cluster import Cluster, cluster_of
-from tpplan.cost.hiding import Layer, Rates, schedules
+from tpplan.cost.hiding import LinearPart, Rates, schedules
 from tpplan.cost.link_times import Group, collective_seconds
-from tpplan.ops.registry import base_name
 from tpplan.plan import Diagnostic, OverlapUnit, OverlapWord, Plan, Style
 
-_SHAPES = frozenset(("t", "view", "_unsafe_view", "transpose", "permute", "reshape", "alias", "expand", "flatten"))
-_PRODUCTS = frozenset(("mm", "addmm", "matmul", "linear", "bmm"))
 _DEFAULT = "h100"
 _LARGE = 8192  # rows
 _SIZES = tuple(2**power for power in range(6, 24))
@@ -50,33 +48,19 @@ class _Hideable:
     unit: OverlapUnit
 
 
-def overlaps_of(
-    plan: Plan,
-    size: int,
-    flow: DataFlow,
-    binding: Binding,
-    modules: Sequence[ModuleProgram],
-    differentiates: bool,
-) -> tuple[tuple[Overlap, ...], list[Diagnostic]]:
-    """What runs beside products, and what the plan asks for in vain.
-
-    Args:
-        plan: what is asked for.
-        size: the number of ranks.
-        flow: of the trace.
-        binding: the rules of modules.
-        modules: of the program.
-        differentiates: whether the model takes gradients in its forward, whose backward no node of ours has.
-    """
+def overlapped(program: Program, plan: Plan, flow: DataFlow, binding: Binding) -> tuple[Program, list[Diagnostic]]:
+    """The program with what runs beside products and what is gathered again; findings of what is asked for in vain."""
     asked = _OverlapChoice(plan, binding)
+    size, modules = program.size, program.modules
     if size == 1 or not (asked.anything or plan.recompute_gather):
-        return (), []
+        return program, []
     found: list[Overlap] = []
+    again: set[tuple[str, object]] = set()
     reasons: dict[OverlapUnit, str] = {}
-    if differentiates:
+    if program.takes_gradients:  # whose backward no node of ours has
         reasons = dict.fromkeys(_ALL, "the model takes gradients in its forward, where backwards run as they are")
     else:
-        layers, cluster = _Layers(flow, modules), cluster_of(_DEFAULT)
+        layers, cluster = _Layers(flow, binding, modules), cluster_of(_DEFAULT)
         for place in _places(modules, size, reasons):
             linears = layers.behind(place)
             chosen = tuple(name for name in linears if asked.units(name, place.unit))
@@ -85,16 +69,23 @@ def overlaps_of(
             recomputes = plan.recompute_gather and bool(linears) and place.reshard.forward is Collective.ALL_GATHER
             if not chosen and not recomputes:
                 continue
-            names = chosen or linears
+            names = linears if recomputes else chosen  # what a layer outside keeps isn't saved
             auto = bool(chosen) and all(asked.is_auto(name) for name in chosen)
             way = _schedule(cluster, place, [layers.part(name, place.inward, size) for name in names], size)
+            if recomputes:
+                again.add((place.spec.name, place.reshard.path))
             found.append(
                 Overlap(
                     place.spec.name, place.inward, place.reshard.path, names, (place.unit,) if chosen else (),
-                    way.groups, way.grouped, way.least if auto else 0, recomputes,
+                    way.groups, way.grouped, way.least if auto else 0,
                 )
             )  # fmt: skip
-    return tuple(found), list(_vain(plan, found, reasons, asked))
+    modules = tuple(
+        replace(spec, entries=tuple(replace(r, gathered_again=(spec.name, r.path) in again) for r in spec.entries))
+        for spec in modules
+    )
+    program = replace(program, overlaps=tuple(found), modules=modules if again else program.modules)
+    return program, list(_vain(plan, found, reasons, asked, bool(again)))
 
 
 class _OverlapChoice:
@@ -110,7 +101,7 @@ class _OverlapChoice:
     def units(self, layer: str, unit: OverlapUnit) -> bool:
         """Whether a unit may be used for a layer."""
         said = self._said(layer)
-        return said is OverlapWord.AUTO or (isinstance(said, tuple) and unit in said)
+        return said is OverlapWord.AUTO or _names(said, unit)
 
     def is_auto(self, layer: str) -> bool:
         """Whether the cost model decides for a layer."""
@@ -134,7 +125,7 @@ def _places(modules: Sequence[ModuleProgram], size: int, reasons: dict[OverlapUn
                     yield _Hideable(spec, reshard, True, OverlapUnit.GATHER_LINEAR)
             elif reshard.forward is Collective.NONE and reshard.backward is Collective.ALL_REDUCE:
                 yield _Hideable(spec, reshard, True, OverlapUnit.WEIGHT_GRADIENT)
-        if spec.style == Style.ROWWISE and not spec.walked and spec.body is None:
+        if spec.style == Style.ROWWISE:
             for reshard in spec.exits:
                 if reshard.forward is not Collective.REDUCE_SCATTER or reshard.path:
                     continue
@@ -156,8 +147,9 @@ def _uneven(layout: Layout, reshard: Reshard, size: int) -> str:
 class _Layers:
     """The linear layers of a trace, and what they read."""
 
-    def __init__(self, flow: DataFlow, modules: Sequence[ModuleProgram]) -> None:
+    def __init__(self, flow: DataFlow, binding: Binding, modules: Sequence[ModuleProgram]) -> None:
         self._trace = flow.trace
+        self._binding = binding
         self._written = flow.written
         self._specs = {spec.name: spec for spec in modules}
         self._frames: dict[str, list[Frame]] = defaultdict(list)
@@ -173,7 +165,7 @@ class _Layers:
         if not frames:
             return ()
         if not place.inward:
-            return (name,) if all(_product(self._trace, frame) is not None for frame in frames) else ()
+            return (name,) if self._is_product(name) else ()
         (target,) = (c.target for c in frames[0].entries if c.path == place.reshard.path)
         if target in self._written:
             return ()
@@ -181,45 +173,22 @@ class _Layers:
             readers = [frames[0]]
         else:
             readers = [f for f in self._readers[target] if not (s := self._specs.get(f.module)) or not s.entries]
-        return tuple(dict.fromkeys(frame.module for frame in readers if self._counts(frame)))
+        return tuple(dict.fromkeys(frame.module for frame in readers if self._are_columns(frame.module)))
 
-    def _counts(self, frame: Frame) -> bool:
-        spec = self._specs.get(frame.module)
-        if spec is None or spec.style != Style.COLWISE or spec.walked or spec.body is not None:
-            return False
-        return not spec.exits and not spec.random and _product(self._trace, frame) is not None
+    def _are_columns(self, layer: str) -> bool:
+        spec = self._specs.get(layer)
+        return spec is not None and spec.style == Style.COLWISE and not spec.exits and self._is_product(layer)
 
-    def part(self, layer: str, columns: bool, size: int) -> Layer:
+    def _is_product(self, layer: str) -> bool:
+        bound = self._binding.modules.get(layer)
+        return bound is not None and isinstance(bound.form, LinearForm) and not bound.walked
+
+    def part(self, layer: str, columns: bool, size: int) -> LinearPart:
         """A rank's part of a layer's weight, which is split by columns or by rows."""
         frame = self._frames[layer][0]
         given, made = (self._trace.values[c[0].target] for c in (frame.entries, frame.exits))
         split = (made.shape[-1] // size, given.shape[-1]) if columns else (made.shape[-1], given.shape[-1] // size)
         return (*split, dtype_name(given.dtype), given.dtype.itemsize)
-
-
-def _product(trace: Trace, frame: Frame) -> Operation | None:
-    """The one product that a call consists of, with the module's own weight; None if it does anything else."""
-    found: list[Operation] = []
-    if len(frame.entries) != 1 or len(frame.exits) != 1 or frame.backwards:
-        return None
-    own = {value for value, names in trace.parameters.items() if names[0].rpartition(".")[0] == frame.module}
-    for node in frame.body:
-        if not isinstance(node, Operation):
-            return None
-        name = base_name(node.name)
-        if name in _PRODUCTS:
-            found.append(node)
-        elif name not in _SHAPES and not (name == "add" and _adds(node, own)):
-            return None
-    if len(found) != 1 or any(held != 1 for held in found[0].keywords.values()):
-        return None
-    return found[0]
-
-
-def _adds(node: Operation, own: set[int]) -> bool:
-    """Whether an addition is that of the module's bias."""
-    added = [a.identifier for a in node.arguments if isinstance(a, Reference)]
-    return len(added) == 2 and added[1] in own and not node.keywords
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +204,7 @@ class _Schedule:
     least: int = 0
 
 
-def _schedule(cluster: Cluster, place: _Hideable, layers: Sequence[Layer], size: int) -> _Schedule:
+def _schedule(cluster: Cluster, place: _Hideable, layers: Sequence[LinearPart], size: int) -> _Schedule:
     """What the cost model hides most by, for as many rows as large calls have, and from how many on it hides anything.
 
     An all-reduce beside products that run anyway costs nothing more, whatever the size.
@@ -275,16 +244,19 @@ _INSTEAD = {
 }
 
 
+def _names(overlap: object, unit: OverlapUnit) -> bool:
+    return isinstance(overlap, tuple) and unit in overlap
+
+
 def _vain(
-    plan: Plan, found: Sequence[Overlap], reasons: Mapping[OverlapUnit, str], asked: _OverlapChoice
+    plan: Plan, found: Sequence[Overlap], reasons: Mapping[OverlapUnit, str], asked: _OverlapChoice, again: bool
 ) -> Iterator[Diagnostic]:
     """Findings of units that are named, and used nowhere."""
     used = {unit for overlap in found for unit in overlap.units}
     for unit in OverlapUnit:
         if unit in asked.named and unit not in used:
-            spans = [plan.overlap_span] if isinstance(plan.overlap, tuple) and unit in plan.overlap else []
-            rules = [r for r in plan.rules if isinstance(r.overlap, tuple) and unit in r.overlap]
-            span = next(iter([*spans, *(rule.span_of("overlap") for rule in rules)]), None)
+            said = (rule.span_of("overlap") for rule in plan.rules if _names(rule.overlap, unit))
+            span = plan.option_spans.get("overlap") if _names(plan.overlap, unit) else next(said, None)
             yield Diagnostic(
                 code="TP152",
                 message=f"`overlap: [{unit}]` has no effect: {reasons.get(unit, _WITHOUT[unit])}",
@@ -292,9 +264,15 @@ def _vain(
                 label="no effect",
                 help=_INSTEAD[unit],
             )
-    if plan.recompute_gather and not any(overlap.recomputes for overlap in found):
-        message = f"`recompute_gather` has no effect: {_WITHOUT[OverlapUnit.GATHER_LINEAR]}"
-        yield Diagnostic(code="TP152", message=message, subject=plan.name, help="remove it")
+    if plan.recompute_gather and not again:
+        reason = reasons.get(OverlapUnit.GATHER_LINEAR, _WITHOUT[OverlapUnit.GATHER_LINEAR])
+        yield Diagnostic(
+            code="TP152",
+            message=f"`recompute_gather` has no effect: {reason}",
+            span=plan.option_spans.get("recompute_gather"),
+            label="no effect",
+            help="remove it",
+        )
 
 
-__all__ = ["overlaps_of"]
+__all__ = ["overlapped"]

@@ -50,7 +50,7 @@ from tpplan.compiler.ir.steps import Stream
 from tpplan.compiler.ir.trace import Operation, Path, Trace
 from tpplan.compiler.ladder import UnplacedError, climb
 from tpplan.compiler.later import after_a_call, before_any_call, refuse_difference
-from tpplan.compiler.overlap import overlaps_of
+from tpplan.compiler.overlap import overlapped
 from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.place.solution import Constraints
 from tpplan.compiler.problem import Learned, Placed, Problem
@@ -314,9 +314,8 @@ def _program(problem: Problem, placed: Placed, notes: Sequence[Diagnostic], aske
         request.model, request.plan, request.size, flow, binding, placed.assignment, learned.attributes,
         tuple(findings), kernels, learned.recorded,
     )  # fmt: skip
-    overlaps, vain = overlaps_of(request.plan, request.size, flow, binding, program.modules, program.takes_gradients)
-    vain = [] if request.partly else vain
-    return replace(program, overlaps=overlaps, diagnostics=(*program.diagnostics, *vain))
+    program, vain = overlapped(program, request.plan, flow, binding)
+    return program if request.partly else replace(program, diagnostics=(*program.diagnostics, *vain))
 
 
 def _refuse(findings: Sequence[Diagnostic]) -> None:

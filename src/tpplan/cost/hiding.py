@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tpplan.compiler.ir.program import Program
 
 
-Layer = tuple[int, int, str, int]
+LinearPart = tuple[int, int, str, int]
 """A rank's part of a weight: outputs, inputs, the dtype, and the bytes of an entry."""
 
 
@@ -42,7 +42,7 @@ class Rates:
     precision: str | None = None
     kept: float = 1.0
 
-    def products(self, layers: Iterable[Layer], rows: int) -> float:
+    def products(self, layers: Iterable[LinearPart], rows: int) -> float:
         """Seconds of one product of so many rows with each weight, or of its gradient, which takes as long."""
         total = 0.0
         for made, given, dtype, itemsize in layers:
@@ -54,7 +54,9 @@ class Rates:
             total += task_seconds(self.cluster, task, self.precision) / self.kept
         return total
 
-    def pairwise(self, layers: Sequence[Layer], rows: int, groups: Sequence[int], grouped: int, alone: float) -> float:
+    def pairwise(
+        self, layers: Sequence[LinearPart], rows: int, groups: Sequence[int], grouped: int, alone: float
+    ) -> float:
         """What a pairwise all-gather hides of the `alone` seconds of a collective; less than 0 if it costs more.
 
         That of a reduce-scatter is its mirror, and hides as much.
@@ -92,7 +94,7 @@ class Hiding:
 
     rates: Rates
     overlaps: Mapping[str, tuple[Overlap, ...]]
-    layers: Mapping[str, Layer]
+    layers: Mapping[str, LinearPart]
 
     @classmethod
     def of(cls, program: Program, rates: Rates) -> Hiding:
@@ -103,7 +105,7 @@ class Hiding:
                 found[overlap.module] = (*found.get(overlap.module, ()), overlap)
         names = {layer for held in found.values() for overlap in held for layer in overlap.linears}
         transposed = {spec.name: spec.transposed for spec in program.modules}
-        layers: dict[str, Layer] = {}
+        layers: dict[str, LinearPart] = {}
         for held in program.parameters:
             for layer in names.intersection(name.removesuffix(".weight") for name in held.names):
                 made, given = held.local_shape[::-1] if transposed[layer] else held.local_shape
@@ -141,4 +143,4 @@ class Hiding:
         return None
 
 
-__all__ = ["Hiding", "Layer", "Rates", "schedules"]
+__all__ = ["Hiding", "LinearPart", "Rates", "schedules"]

@@ -82,9 +82,11 @@ class Memory:
 
 def reshard_traffic(reshard: Reshard, size: int, calls: int = 1) -> StepTraffic:
     """The traffic of a reshard of a module that a step calls `calls` times, on `size` ranks."""
-    whole, (there, back) = reshard.padded_bytes(size), reshard.repeats(calls)
-    forward, backward = (_collective(str(way), whole, size) for way in (reshard.forward, reshard.backward))
-    return StepTraffic(forward.times(there), backward.times(back))
+    whole, total = reshard.padded_bytes(size), StepTraffic()
+    for backward, way, times in reshard.collectives(calls):
+        traffic = _collective(str(way), whole, size).times(times)
+        total += StepTraffic(backward=traffic) if backward else StepTraffic(forward=traffic)
+    return total
 
 
 def module_traffic(modules: Iterable[ModuleProgram], size: int) -> StepTraffic:
@@ -100,8 +102,8 @@ def placement_time(program: Program, topology: Topology = NVLINK) -> int:
     """Picoseconds of a step's collectives by the model that placement minimises; on one topology, for all programs."""
     total = 0
     for module, reshard in program.reshards():
-        whole, ways = reshard.padded_bytes(program.size), (reshard.forward, reshard.backward)
-        for way, times in zip(ways, reshard.repeats(module.calls), strict=True):
+        whole = reshard.padded_bytes(program.size)
+        for _, way, times in reshard.collectives(module.calls):
             if way.communicates:
                 name = str(way)
                 steps = 0 if reshard.source.tail or reshard.target.tail else ring_steps(name, program.size)

@@ -324,7 +324,7 @@ def _run(
 
 def _recomputed(program: Program) -> Iterator[Overlap]:
     """What a program gathers again; work is that of collectives and products one after the other."""
-    return (replace(overlap, units=()) for overlap in program.overlaps if overlap.recomputes)
+    return (replace(overlap, units=()) for overlap in program.overlaps if program.overlapped(overlap)[1].gathered_again)
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ class _Loader:
             one_shot=merged.one_shot or 0,
             overlap=OverlapWord.NONE if merged.overlap is None else merged.overlap,
             recompute_gather=bool(merged.recompute_gather),
-            overlap_span=merged.overlap_span,
+            option_spans=merged.option_spans,
             sources=tuple(item.shown for item in sources),
         )
 
@@ -204,7 +204,7 @@ def _merge(base: Document, child: Document) -> Document:
         operators=tuple({rule.name: rule for rule in (*base.operators, *child.operators)}.values()),
         one_shot=base.one_shot if child.one_shot is None else child.one_shot,
         overlap=base.overlap if child.overlap is None else child.overlap,
-        overlap_span=base.overlap_span if child.overlap is None else child.overlap_span,
+        option_spans={**base.option_spans, **child.option_spans},
         recompute_gather=base.recompute_gather if child.recompute_gather is None else child.recompute_gather,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tpplan.plan.match import Matched, match_rules, matching_rules
@@ -36,7 +36,7 @@ class Plan:
         one_shot: the largest all-reduces that ranks do in one step, in bytes.
         overlap: which collectives run beside matrix products, where a rule doesn't say otherwise.
         recompute_gather: whether the backward gathers the inputs of split layers again, and the forward keeps parts.
-        overlap_span: the token of `overlap`.
+        option_spans: the tokens of the values of `overlap` and `recompute_gather`, by option.
         sources: the files that it was read from, the outermost first.
     """
 
@@ -49,7 +49,7 @@ class Plan:
     one_shot: int = 0
     overlap: Overlaps = OverlapWord.NONE
     recompute_gather: bool = False
-    overlap_span: Span | None = field(default=None, compare=False, repr=False)
+    option_spans: Mapping[str, Span] = field(default_factory=dict[str, Span], compare=False, repr=False)
     sources: tuple[str, ...] = field(default=(), compare=False)
 
     def match(self, module_names: Iterable[str], parameter_names: Iterable[str] = ()) -> Matched:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from tpplan.plan.nodes import MapNode, Node, ScalarNode, shorten
@@ -37,8 +37,9 @@ class Document(NamedTuple):
         kernels: the kernel choices, in the order of the file.
         operators: the rules of operators, in the order of the file.
         one_shot: the largest all-reduces that are done in one step, in bytes, if given.
-        overlap, overlap_span: which collectives run beside products, if given, and where.
+        overlap: which collectives run beside products, if given.
         recompute_gather: whether backwards gather inputs again, if given.
+        option_spans: the tokens of the values of these two, by option.
     """
 
     name: str | None
@@ -48,9 +49,9 @@ class Document(NamedTuple):
     kernels: tuple[KernelRule, ...]
     operators: tuple[OperatorEntry, ...]
     one_shot: int | None
-    overlap: Overlaps | None = None
-    overlap_span: Span | None = None
-    recompute_gather: bool | None = None
+    overlap: Overlaps | None
+    recompute_gather: bool | None
+    option_spans: Mapping[str, Span]
 
 
 def read_document(root: Node | None, file: str, problems: Problems) -> Document | None:
@@ -80,8 +81,8 @@ def read_document(root: Node | None, file: str, problems: Problems) -> Document 
         tuple(_read_operators(given["operators"], file, problems)) if "operators" in given else (),
         _read_bytes(given["one_shot_all_reduce"], problems) if "one_shot_all_reduce" in given else None,
         read_overlap(given["overlap"], problems) if "overlap" in given else None,
-        given["overlap"].span if "overlap" in given else None,
         _read_switch("recompute_gather", given["recompute_gather"], problems) if "recompute_gather" in given else None,
+        {key: node.span for key, node in given.items() if key in _POINTED_AT and node.span is not None},
     )
 
 
@@ -153,6 +154,8 @@ def _read_switch(key: str, node: Node, problems: Problems) -> bool | None:
     return node.value
 
 
+_POINTED_AT = ("overlap", "recompute_gather")
+"""The options that findings about a model point at."""
 _EXAMPLE = '"my::attn": "b h s! d!, b h t! d!, b h t! d! -> b h s! d!"'
 
 

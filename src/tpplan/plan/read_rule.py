@@ -62,8 +62,11 @@ def read_word(node: Node, words: type[_Word], what: str, code: str, problems: Pr
 
 def read_overlap(node: Node, problems: Problems) -> Overlaps | None:
     """What is to be overlapped: `auto`, `none`, or a list of units."""
+    if isinstance(node, ScalarNode) and node.text in list(OverlapUnit):
+        wrong_type(node, "units of overlap stand in a list", problems, f"write `overlap: [{node.text}]`")
+        return None
     if not isinstance(node, ListNode):
-        return read_word(node, OverlapWord, "an overlap, nor a list of them", "TP021", problems)
+        return read_word(node, OverlapWord, "an overlap", "TP021", problems)
     found = [read_word(item, OverlapUnit, "a unit of overlap", "TP021", problems) for item in node.items]
     return tuple(dict.fromkeys(unit for unit in found if unit is not None))
 

@@ -123,7 +123,7 @@ def _overlapped(program: Program) -> Iterator[Text]:
     """What runs beside matrix products, equal layers together, and what doesn't."""
     if not program.overlaps:
         return
-    counted = Counter(map(_overlap_text, program.overlaps))
+    counted = Counter(_overlap_text(o, program.overlapped(o)[1].gathered_again) for o in program.overlaps)
     yield listed("Run beside matrix products:", [text if n == 1 else f"{text} × {n}" for text, n in counted.items()])
     places = {(overlap.module, overlap.path) for overlap in program.overlaps if overlap.units}
     others = Counter(
@@ -140,7 +140,7 @@ def _overlapped(program: Program) -> Iterator[Text]:
         )
 
 
-def _overlap_text(overlap: Overlap) -> str:
+def _overlap_text(overlap: Overlap, again: bool) -> str:
     layers = ", ".join(name.rpartition(".")[2] for name in overlap.linears)
     place = ".".join(filter(None, (_INDEX.sub("*", overlap.module), *map(str, overlap.path))))
     text = f"{', '.join(overlap.units) or 'nothing'} at {place or 'the model'}: {layers}"
@@ -148,7 +148,7 @@ def _overlap_text(overlap: Overlap) -> str:
         text += f"; parts multiplied {', '.join(map(str, overlap.groups))} at a time"
     if overlap.least:
         text += f"; from {overlap.least:,} rows on"
-    return f"{text}; gathered again in the backward" if overlap.recomputes else text
+    return f"{text}; gathered again in the backward" if again else text
 
 
 def _summed(program: Program) -> Iterator[Text]:

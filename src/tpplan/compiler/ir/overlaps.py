@@ -19,11 +19,10 @@ class Overlap:
         inward: whether it is an argument's.
         path: where the tensor sits, as of the `Reshard`.
         linears: the layers; of a result, the module itself.
-        units: what is hidden behind what.
+        units: what is hidden behind what; nothing where the tensor is only gathered again.
         groups: of a pairwise exchange, how many ranks' parts each product is of, in order.
         grouped: of how many of the layers; the others multiply the whole.
         least: how many rows of the whole tensor a call has to have, so that it pays; 0 for all calls.
-        recomputes: whether the backward gathers the tensor again.
     """
 
     module: str
@@ -34,7 +33,6 @@ class Overlap:
     groups: tuple[int, ...] = ()
     grouped: int = 0
     least: int = 0
-    recomputes: bool = False
 
 
 __all__ = ["PAIRWISE", "Overlap"]

@@ -42,6 +42,7 @@ class Reshard:
         origin: why it stands here.
         times: how often it runs in a step, of a body that does so in a loop; None for once in each call of its module.
         without_gradient: in how many of the module's calls no gradient flows back, though it does in others.
+        gathered_again: whether the backward gathers the tensor once more, of which the forward keeps a rank's part.
     """
 
     path: tuple[str | int, ...]
@@ -57,11 +58,20 @@ class Reshard:
     aliases: tuple[tuple[str | int, ...], ...] = ()
     times: int | None = None
     without_gradient: int = 0
+    gathered_again: bool = False
 
     def repeats(self, calls: int) -> tuple[int, int]:
         """How often it runs forward and backward in a step that calls its module so often."""
         forward = calls if self.times is None else self.times
         return forward, forward - self.without_gradient if self.differentiable else 0
+
+    def collectives(self, calls: int) -> Iterator[tuple[bool, Collective, int]]:
+        """What runs in a step that calls its module so often: whether in the backward, what, and how often."""
+        forward, backward = self.repeats(calls)
+        yield False, self.forward, forward
+        yield True, self.backward, backward
+        if self.gathered_again:
+            yield True, self.forward, backward
 
     def padded_bytes(self, size: int) -> int:
         """Of the whole tensor as `size` ranks exchange it: where their parts differ, each is as long as the longest.
@@ -437,19 +447,21 @@ class Program:
         """
         counted: Counter[str] = Counter()
         inside = tuple(f"{name}." for name in self.picked)
-        again = {(held.module, held.path) for held in self.overlaps if held.recomputes}
         for module, reshard in self.reshards():
             if not picked and f"{module.name}.".startswith(inside):
                 continue
-            there, back = reshard.repeats(module.calls)
-            for way, times in ((reshard.forward, there), (reshard.backward, back if backward else 0)):
-                if way.communicates and times:
+            for back, way, times in reshard.collectives(module.calls):
+                if way.communicates and times and (backward or not back):
                     counted[str(way)] += times
-            if backward and back and (module.name, reshard.path) in again and reshard in module.entries:
-                counted[str(reshard.forward)] += back
         if backward and sums:
             counted.update(name for name, _ in self.gradient_sums)
         return counted
+
+    def overlapped(self, overlap: Overlap) -> tuple[ModuleProgram, Reshard]:
+        """The reshard whose collectives an overlap hides, and its module."""
+        module = next(spec for spec in self.modules if spec.name == overlap.module)
+        held = module.entries if overlap.inward else module.exits
+        return module, next(reshard for reshard in held if reshard.path == overlap.path)
 
     def count_pairwise(self, backward: bool = True) -> Counter[str]:
         """How many of these run as exchanges of pairs, beside matrix products, in calls of any size."""
@@ -458,8 +470,7 @@ class Program:
             unit = next((unit for unit in overlap.units if unit in PAIRWISE and not overlap.least), None)
             if unit is None:
                 continue
-            module = next(spec for spec in self.modules if spec.name == overlap.module)
-            reshard = next(r for r in (module.entries if overlap.inward else module.exits) if r.path == overlap.path)
+            module, reshard = self.overlapped(overlap)
             there, back = reshard.repeats(module.calls)
             counted[str(reshard.forward)] += there
             if backward and unit is OverlapUnit.LINEAR_REDUCE:
@@ -618,6 +629,7 @@ def _without_defaults(plain: Any) -> Any:
             ("tail", 0),
             ("times", None),
             ("without_gradient", 0),
+            ("gathered_again", False),
             ("inner_dim", None),
             ("ranks", 1),
             ("stays_partial", False),

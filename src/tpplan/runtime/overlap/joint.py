@@ -38,7 +38,7 @@ Reader = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class JointLayer:
     """A layer that multiplies by its weight, and may add a bias.
 
     Attributes:
@@ -81,7 +81,7 @@ class Joint:
 
     axis: Communicator
     dim: int | None
-    members: tuple[Member, ...]
+    members: tuple[JointLayer, ...]
     units: frozenset[OverlapUnit]
     recomputes: bool
     least: int
@@ -211,4 +211,4 @@ class _JointProducts(torch.autograd.Function):
 _apply_joint = native_apply(_JointProducts)
 
 
-__all__ = ["Joint", "Member"]
+__all__ = ["Joint", "JointLayer"]

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from tpplan.compat.modules import own_parameters
-from tpplan.compiler.ir.overlaps import Overlap
-from tpplan.compiler.ir.program import ModuleProgram, Program, Reshard
-from tpplan.runtime.overlap.joint import Joint, Member
+from tpplan.compiler.ir.program import ModuleProgram, Program
+from tpplan.runtime.overlap.joint import Joint, JointLayer
 from tpplan.runtime.overlap.scattered import Scattered
 from tpplan.runtime.parameters.handed_out import HandedOut
 from tpplan.runtime.ranks.communicator import placed
@@ -54,9 +53,8 @@ def overlapped_layers(
     joints: dict[str, Joint] = {}
     scattered: dict[str, Scattered] = {}
     for overlap in program.overlaps:
-        spec = specs[overlap.module]
+        spec, reshard = program.overlapped(overlap)
         axis = placed(handed_out.axis, f"the {'input' if overlap.inward else 'result'} of `{overlap.module}`")
-        reshard = _reshard(spec, overlap)
         if not overlap.inward:
             assert reshard.target.dim is not None
             scattered[spec.name] = Scattered(axis, reshard.target.dim, spec.transposed, overlap.least, overlap.groups)
@@ -64,7 +62,7 @@ def overlapped_layers(
         members = tuple(_member(specs[name], modules, readers, name in without_bias) for name in overlap.linears)
         dim = reshard.source.dim if reshard.forward.communicates else None
         joint = Joint(
-            axis, dim, members, frozenset(overlap.units), overlap.recomputes, overlap.least, overlap.groups,
+            axis, dim, members, frozenset(overlap.units), reshard.gathered_again, overlap.least, overlap.groups,
             overlap.grouped, handed_out,
         )  # fmt: skip
         entries[spec.name, overlap.path] = joint
@@ -72,21 +70,16 @@ def overlapped_layers(
     return OverlappedLayers(entries, joints, scattered)
 
 
-def _reshard(spec: ModuleProgram, overlap: Overlap) -> Reshard:
-    held = spec.entries if overlap.inward else spec.exits
-    return next(reshard for reshard in held if reshard.path == overlap.path)
-
-
 def _member(
     spec: ModuleProgram,
     modules: Mapping[str, nn.Module],
     readers: Mapping[str, Callable[[Tensor], Tensor]],
     without_bias: bool,
-) -> Member:
+) -> JointLayer:
     module = modules[spec.name]
     has_bias = not without_bias and own_parameters(module).get("bias") is not None
     bias = readers[f"{spec.name}.bias"] if has_bias else None
-    return Member(module, readers[f"{spec.name}.weight"], bias, spec.transposed)
+    return JointLayer(module, readers[f"{spec.name}.weight"], bias, spec.transposed)
 
 
 __all__ = ["OverlappedLayers", "overlapped_layers"]
