@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,15 +76,19 @@ def loss_of(outputs: list[Tensor]) -> Tensor:
     return total
 
 
-def run(model: nn.Module, keywords: Mapping[str, Any]) -> Run:
-    """One forward and one backward."""
-    with CommDebugMode() as there:
+def run(model: nn.Module, keywords: Mapping[str, Any], counts: bool = True) -> Run:
+    """One forward and one backward; without `counts` for models with a module in several places, as T5's embedding.
+
+    CommDebugMode loses track of those.
+    """
+    with CommDebugMode() if counts else nullcontext() as there:
         outputs = output_tensors(model(**keywords))
     loss = loss_of([o for o in outputs if o.is_floating_point()])
-    with CommDebugMode() as back:
+    with CommDebugMode() if counts else nullcontext() as back:
         loss.backward()
     gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
-    return Run([o.detach() for o in outputs], gradients, counted(there), counted(back))
+    forward, backward = (Counter[str]() if mode is None else counted(mode) for mode in (there, back))
+    return Run([o.detach() for o in outputs], gradients, forward, backward)
 
 
 def assert_close(name: str, ours: Tensor | None, reference: Tensor | None, allowed: float, least: float = 1e-3) -> None:

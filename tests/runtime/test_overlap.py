@@ -19,9 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tpplan
 from tests.cost import overlap_table
 from tests.marking import slow_but
-from tests.models.tiny import ARCHITECTURES, tiny_model
-from tests.plans.parity import assert_same_run, run, tolerance
+from tests.models.tiny import ARCHITECTURES, output_tensors, tiny_model
+from tests.plans.parity import assert_close, assert_same_run, run, tolerance
 from tests.runtime.world import Member, world
+from tests.zoo.architectures import ARCHITECTURES as ZOO
+from tests.zoo.architectures import made
 from tpplan.compiler.ir.program import Program
 from tpplan.cost.cluster import cluster_of
 from tpplan.cost.hiding import LinearPart, Rates, schedules
@@ -43,39 +45,50 @@ CHOICES: tuple[dict[str, Any], ...] = (
     {"recompute_gather": True},
     {"overlap": "auto"},
 )
-PLANS = ("llama", "llama-sequence", "gpt2", "gpt2-sequence")
+PLANS = ("llama", "llama-sequence", "gpt2", "gpt2-sequence", "mixtral", "mixtral-sequence", "t5", "t5-sequence")
 
 
 def _with(name: str, options: dict[str, Any]) -> dict[str, Any]:
     return {**load_plan(name).to_dict(), **options}
 
 
+def _subject(architecture: str) -> tuple[nn.Module, dict[str, Any], torch.dtype]:
+    """A stock model, a call of it, and the coarsest dtype that it computes in."""
+    if architecture in ARCHITECTURES:
+        return *tiny_model(architecture), ARCHITECTURES[architecture].coarsest
+    torch.manual_seed(0)
+    held = ZOO[architecture]
+    call = {
+        name: torch.ones(given.shape, dtype=given.dtype) if "mask" in name else torch.randint(1, 24, given.shape)
+        for name, given in held.inputs().items()
+    }
+    return made(held).float().eval(), call, torch.float32
+
+
 def _parities(member: Member, name: str, choices: Sequence[dict[str, Any]]) -> list[tuple[int, list[Counter[str]]]]:
     """Hold each choice against the stock model; the number of overlaps, the counts that were, and those predicted."""
-    architecture = name.removesuffix("-sequence")
-    stock, keywords = tiny_model(architecture)
-    reference = run(stock, keywords)
+    stock, keywords, coarsest = _subject(name.removesuffix("-sequence"))
+    counts = not name.startswith("t5")
+    reference, allowed = run(stock, keywords, counts), tolerance(coarsest)
     found: list[tuple[int, list[Counter[str]]]] = []
-    allowed = tolerance(ARCHITECTURES[architecture].coarsest)
     for options in choices:
         plan = _with(name, options)
         program = tpplan.compile_plan(copy.deepcopy(stock), plan, member.size, keywords)
         sharded = tpplan.parallelize(copy.deepcopy(stock), plan, member.mesh(), keywords)
-        assert_same_run(run(sharded, keywords), reference, allowed)
-        sharded.zero_grad()
-        ours = run(sharded, keywords)  # which isn't watched
+        sharded(**keywords)  # a call that is begun once more, by another program, is more than CommDebugMode follows
+        ours = run(sharded, keywords, counts)
         assert_same_run(ours, reference, allowed)
         with torch.no_grad():
-            again = sharded(**keywords)
-        for one, other in zip(reference.outputs, [again[0]], strict=False):
-            assert (one - other).abs().max() <= allowed * one.abs().max()
+            again = output_tensors(sharded(**keywords))
+        for one, other in zip(reference.outputs, again, strict=True):
+            assert_close("without gradients", other, one, allowed)
         pairwise = [
             program.count_pairwise(backward=False),
             program.count_pairwise() - program.count_pairwise(backward=False),
         ]
-        counts = [program.count_collectives(backward=False), program.count_collectives()]
-        counts = [counts[0] - pairwise[0], counts[1] - counts[0] - pairwise[1]]
-        assert [ours.forward, ours.backward] == counts, (name, options)
+        predicted = [program.count_collectives(backward=False), program.count_collectives()]
+        predicted = [predicted[0] - pairwise[0], predicted[1] - predicted[0] - pairwise[1]]
+        assert not counts or [ours.forward, ours.backward] == predicted, (name, options)
         found.append((len(program.overlaps), pairwise))
     return found
 

@@ -237,10 +237,11 @@ def build(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """The model of this name and the keywords of a call, both without numbers."""
     architecture = ARCHITECTURES[name]
     with torch.device("meta"):
-        return _made(architecture), architecture.inputs()
+        return made(architecture), architecture.inputs()
 
 
-def _made(architecture: Architecture) -> nn.Module:
+def made(architecture: Architecture) -> nn.Module:
+    """The model, on the default device."""
     if callable(architecture.maker):
         return architecture.maker()
     import transformers
