@@ -10,15 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from tpplan import __main__
 from tpplan.cli import explain, schema
 from tpplan.cli import main as entry
-from tpplan.cli.exit_codes import UsageError
+from tpplan.cli.exit_codes import INTERRUPTED, UsageError
 from tpplan.cli.main import main
 
 SOURCES = Path(__file__).parents[2] / "src"
 COMMANDS = [
     "validate",
     "explain",
+    "diff",
     "verify",
     "suggest",
     "advise",
@@ -28,8 +30,9 @@ COMMANDS = [
     "bench",
     "plans",
     "rule",
+    "schema",
+    "env",
 ]
-COMMANDS += ["rule", "schema", "env"]
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -76,6 +79,23 @@ def test_wrong_usage_exits_with_2_and_says_so_on_stderr(arguments: str, capsys: 
     assert captured.out == "" and captured.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("validat x", "tpplan: there is no command `validat`; did you mean `validate`?"),
+        ("validate x --tpp 3", "tpplan validate: there is no option `--tpp`; did you mean `--tp`?"),
+        ("validate x --overlap", "tpplan validate: `--overlap` isn't an option; write `overlap:` in the plan"),
+        ("checkpoint inspect x --modle=y", "tpplan checkpoint inspect: there is no option `--modle`; did you mean"),
+        ("rule TP001 TP002", "tpplan rule: `TP002` is one argument too many"),
+    ],
+)
+def test_what_there_isnt_is_refused_with_what_there_is(
+    arguments: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) == 2
+    assert capsys.readouterr().err.startswith(says)
+
+
 def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(arguments: argparse.Namespace) -> int:
         raise error
@@ -107,6 +127,19 @@ def test_the_traceback_is_there_for_who_asks(
 def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_with(KeyboardInterrupt(), monkeypatch)
     assert main(["schema"]) == 130
+
+
+def test_an_interrupt_of_the_first_imports_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupts:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "tpplan.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "tpplan.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupts(), *sys.meta_path])
+    assert __main__.main() == INTERRUPTED and capsys.readouterr().err == "tpplan: interrupted\n"
 
 
 def test_a_plan_error_is_shown_as_findings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,7 @@ def test_packs_may_have_sizes() -> None:
         ("a: {style: colwise, packed: {q: 0, k: 1}}", ("TP021", "3:35")),
         ("a: {style: colwise, packed: {q: many, k: 1}}", ("TP004", "3:35")),
         ("a: {style: colwise, local: num_heads}", ("TP004", "3:30")),
+        ("a: {style: colwise, overlap: gather_linaer}", ("TP004", "3:32")),
         ("a: {style: colwise, local: [num heads]}", ("TP021", "3:31")),
         ("a: {style: none, input: shard}", ("TP020", "3:20")),
         ("'': colwise", ("TP008", "3:3")),

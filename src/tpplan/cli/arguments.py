@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,6 +43,7 @@ def add_command(
     parser.add_argument(
         "--traceback", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an internal error"
     )
+    parser.set_defaults(options=lambda: re.findall(r"(?<!\w)--[a-z][a-z-]*", parser.format_usage()))
     return parser
 
 

@@ -9,7 +9,7 @@ import re
 from enum import StrEnum
 from typing import TypeVar
 
-from tpplan.plan.nearest import word_help
+from tpplan.plan.nearest import did_you_mean, word_help
 from tpplan.plan.nodes import ListNode, MapNode, Node, ScalarNode, describe, shorten
 from tpplan.plan.pattern import Pattern, PatternError
 from tpplan.plan.plan_keys import RULE_KEYS
@@ -62,10 +62,12 @@ def read_word(node: Node, words: type[_Word], what: str, code: str, problems: Pr
 
 def read_overlap(node: Node, problems: Problems) -> Overlaps | None:
     """What is to be overlapped: `auto`, `none`, or a list of units."""
-    if isinstance(node, ScalarNode) and node.text in list(OverlapUnit):
-        wrong_type(node, "units of overlap stand in a list", problems, f"write `overlap: [{node.text}]`")
-        return None
     if not isinstance(node, ListNode):
+        unit = did_you_mean(node.text, list(OverlapUnit)) if isinstance(node, ScalarNode) and node.text else None
+        if unit is not None:
+            expected = f"`overlap` has to be a list of units, or {one_of(OverlapWord)}"
+            wrong_type(node, expected, problems, f"write `overlap: [{unit}]`")
+            return None
         return read_word(node, OverlapWord, "an overlap", "TP021", problems)
     found = [read_word(item, OverlapUnit, "a unit of overlap", "TP021", problems) for item in node.items]
     return tuple(dict.fromkeys(unit for unit in found if unit is not None))
