@@ -102,7 +102,7 @@ def train(
 
 
 def main() -> None:
-    """Train, compare, save, and load again."""
+    """Train, compare, save, and load again; set up and compared as in finetune.py, so that each reads by itself."""
     from curve import draw
     from text import batches, corpus
 

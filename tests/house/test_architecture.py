@@ -86,6 +86,9 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert not anchor or "://" in target or anchor in anchors(there), link
 
 
-def test_the_site_has_each_page() -> None:
+def test_the_site_has_each_page_and_the_ways_in_link_it() -> None:
     index = (DOCS / "site" / "index.md").read_text(encoding="utf-8")
-    assert not [page.name for page in DOCS.glob("*.md") if f"\n../{page.stem}\n" not in index]
+    ways_in = PAGE + (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    for page in DOCS.glob("*.md"):
+        assert f"\n../{page.stem}\n" in index, page
+        assert page.stem == "architecture" or f"]({page.name})" in ways_in or f"](docs/{page.name})" in ways_in, page

@@ -1,1 +1,1 @@
-"""What communication costs."""
+"""What communication, kernels and memory cost on given GPUs, and what of it overlap hides."""

@@ -1,1 +1,1 @@
-"""What a program will cost in time and memory, before a GPU is rented; and which degrees to take."""
+"""What a program will cost, before a GPU is rented; which degrees to take; what the next best plan takes."""
