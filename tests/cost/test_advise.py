@@ -118,25 +118,52 @@ def test_a_model_without_a_plan_gets_one() -> None:
 def test_a_model_that_nothing_fits_is_told_what_else_there_is() -> None:
     advice = tpplan.advise(llama(), gpus=2, batch=1, sequence=32, target_memory=2000)
     assert advice.recommended is None and advice.smallest is None and "parallelism" in advice.summary
-    assert "pipeline" not in advice.other  # two layers are no more stages
+    assert advice.other == {}  # two layers are no more stages, nor 32 tokens more ranks of a context
+    assert advice.summary == "It doesn't fit 2 h100. Pipeline, context or expert parallelism isn't enough either."
 
 
 @pytest.mark.parametrize(
-    ("memory", "available", "experts", "found"),
+    ("memory", "experts", "most", "found", "text"),
     [
-        (MemoryEstimate(90, 0, 0, 10), 100, 0.0, {}),
-        (MemoryEstimate(60, 60, 180, 40), 100, 0.0, {"pipeline": 5}),
-        (MemoryEstimate(10, 10, 30, 350, 50), 100, 0.0, {"context": 8}),
-        (MemoryEstimate(20, 20, 40, 30), 100, 0.5, {"pipeline": 2, "context": 2, "experts": 2}),
-        (MemoryEstimate(60, 60, 180, 150), 100, 0.9, {"pipeline": 6, "context": 3}),
-        (MemoryEstimate(150, cache=50, temporaries=10), 100, 0.0, {"pipeline": 3}),
+        (MemoryEstimate(90, 0, 0, 10), 0.0, {}, {}, ""),
+        (MemoryEstimate(60, 60, 180, 40), 0.0, {}, {"pipeline": 5}, "pipeline 5"),
+        (MemoryEstimate(10, 10, 30, 350, 50), 0.0, {}, {"context": 8}, "context 8"),
+        (MemoryEstimate(20, 20, 40, 30), 0.5, {}, {"pipeline": 2, "context": 2, "experts": 2},
+         "pipeline 2 or context 2 or experts 2"),
+        (MemoryEstimate(20, 20, 40, 30), 0.5, {"pipeline": 1, "experts": 1}, {"context": 2}, "context 2"),
+        (MemoryEstimate(60, 60, 180, 150), 0.9, {}, {"pipeline": 6, "context": 3}, "pipeline 6 with context 3"),
+        (MemoryEstimate(60, 60, 180, 150), 0.9, {"pipeline": 4}, {"pipeline": 4, "context": 6},
+         "pipeline 4 with context 6"),
+        (MemoryEstimate(60, 60, 180, 150), 0.9, {"pipeline": 4, "context": 5}, {}, ""),
+        (MemoryEstimate(60, 60, 180, 40), 0.0, {"pipeline": 4}, {"pipeline": 4, "context": 2},
+         "pipeline 4 with context 2"),
+        (MemoryEstimate(150, cache=50, temporaries=10), 0.0, {}, {"pipeline": 3}, "pipeline 3"),
     ],
 )  # fmt: skip
 def test_other_parallelism_is_told_by_what_it_splits(
-    memory: MemoryEstimate, available: int, experts: float, found: dict[str, int]
+    memory: MemoryEstimate, experts: float, most: dict[str, int], found: dict[str, int], text: str
 ) -> None:
-    assert other_degrees(memory, available, experts) == found
-    assert ("pipeline 6 with context 3" in degrees_text(found, memory, available)) is (memory.activations == 150)
+    assert other_degrees(memory, 100, experts, most) == found
+    assert degrees_text(found, memory, 100) == text
+
+
+@pytest.mark.slow
+def test_experts_are_split_into_no_more_than_there_are() -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    sizes |= {"vocab_size": 64, "intermediate_size": 256, "num_local_experts": 4}
+    config = transformers.MixtralConfig(**sizes)
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(config)
+    options: dict[str, Any] = {"gpus": 1, "batch": 1, "sequence": 32}
+    (row,) = tpplan.advise(model, **options)
+    assert row.memory is not None
+    kept = row.memory.parameters + row.memory.gradients + row.memory.optimizer
+    whole, held = (sum(p.numel() for name, p in model.named_parameters() if part in name) for part in ("", ".experts."))
+    rest = row.memory.total - int(kept * held / whole)
+    for ways in (2, 4, 8):
+        advice = tpplan.advise(model, target_memory=rest + (row.memory.total - rest) // ways + 64, **options)
+        assert advice.other.get("experts") == (ways if ways <= 4 else None)
+        assert "pipeline" not in advice.other
 
 
 @pytest.mark.slow

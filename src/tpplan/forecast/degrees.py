@@ -322,6 +322,8 @@ class _Choices:
             return " ".join(told) if smallest is not None else f"No plan compiles for {count}."
         row, degrees = other
         ways = degrees_text(degrees, row.memory, self.available) if row.memory is not None else ""
+        if not ways:
+            return " ".join([*told, "Pipeline, context or expert parallelism isn't enough either."])
         beside = f"beside tp {row.tp}{f' and fsdp {row.dp}' if row.fsdp and row.dp > 1 else ''}"
         return " ".join([*told, f"Or other parallelism {beside}, on as many times more GPUs: {ways}."])
 
@@ -337,8 +339,9 @@ class _Choices:
         numbers = {n for p, (there, rest) in held if there for n in _expert_numbers(p.shape, rest)}
         blocks = {tuple(found[:2]) for p, _ in held if len(found := re.split(r"\.(?=\d+\.)|(?<=\d)\.", p.name)) > 1}
         most = {"pipeline": len(blocks), "experts": len(numbers)}
-        degrees = other_degrees(row.memory, self.available, experts)
-        return row, {name: ways for name, ways in degrees.items() if ways <= most.get(name, ways)}
+        tokens = next(cost.sequence for cost in self.known.values())
+        most |= {"context": tokens} if tokens > 1 else {}  # patches of a picture aren't counted
+        return row, other_degrees(row.memory, self.available, experts, most)
 
 
 def _expert_numbers(shape: Sequence[int], rest: str) -> Iterable[int]:
