@@ -150,7 +150,7 @@ def test_other_parallelism_is_told_by_what_it_splits(
 @pytest.mark.slow
 def test_experts_are_split_into_no_more_than_there_are() -> None:
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
-    sizes |= {"vocab_size": 64, "intermediate_size": 256, "num_local_experts": 4}
+    sizes |= {"vocab_size": 1024, "intermediate_size": 256, "num_local_experts": 4}
     config = transformers.MixtralConfig(**sizes)
     with torch.device("meta"):
         model = transformers.MixtralForCausalLM(config)
