@@ -201,6 +201,43 @@ def test_parts_of_heads_are_cut_in_their_own_entries(layer: Layer, packed: bool)
     assert report.ok, report.problems
 
 
+# -- what several layers share ----------------------------------------------------------------------------------------
+class Shared(nn.Module):
+    """Two pairs; of the second one `up` is the first one's, or its codes are, or its scales."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        self.a, self.b = Mlp(Int8), Mlp(Int8)
+        if which:
+            setattr(self.b.up, which, getattr(self.a.up, which))
+        else:
+            self.b.up = self.a.up
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x) / 16)
+
+
+@pytest.mark.parametrize("which", ["", "codes", "scales"])
+def test_what_several_layers_share_is_cut_once(which: str) -> None:
+    model, plan = Shared(which), {"version": 1, "modules": {"b.up": "colwise", "*.down": "rowwise"}}
+    if which:
+        with pytest.raises(CompileError, match="TP107"):  # `a.up`, without a rule, needs it whole
+            tpplan.compile_plan(model, plan, 2, *calls())
+        plan["modules"] |= {"a.up": "colwise"}  # pyright: ignore
+    report = tpplan.verify(model, plan, 2, calls())
+    assert report.ok, report.problems
+    shared = [
+        p for p in tpplan.compile_plan(model, plan, 2, *calls()).parameters if f"b.up.{which}" in "".join(p.names)
+    ]
+    assert all(p.layout.is_sharded for p in shared) and any(len(p.names) == 2 for p in shared)
+
+
+def test_a_layer_with_two_names_has_one_style() -> None:
+    plan = {"version": 1, "modules": {"a.up": "colwise", "b.up": "rowwise"}}
+    with pytest.raises(CompileError, match=r"TP109.*`a.up` and `b.up` are one module"):
+        tpplan.compile_plan(Shared(""), plan, 2, *calls())
+
+
 # -- weights of classes of their own ----------------------------------------------------------------------------------
 class Wrapped(Tensor):
     """As torchao's: a tensor that torch can take apart into codes and scales, and that says what it computes."""

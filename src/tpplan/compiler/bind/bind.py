@@ -8,7 +8,9 @@ out: `Binding`: a style and a rule for modules, a layout for every parameter; an
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from torch import Tensor, nn
 
@@ -20,6 +22,8 @@ from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, Pack, packed,
 from tpplan.compiler.ir.replaced_bodies import Recurrence, SharedExperts
 from tpplan.plan import Diagnostic, Pin, Plan, Rule, Style
 from tpplan.plan.shipped import naming_shipped
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +145,9 @@ def bind_rules(model: nn.Module, plan: Plan) -> tuple[Binding, list[Diagnostic]]
             bound[name], wrappers[name] = Bound(name, rule.style, rule), problem
         else:
             diagnostics.append(problem)
+    diagnostics += _of_one_module(modules, bound, wrappers)
     binding, conflicts = bind_parameters(model, bound)
-    return replace(binding, wrappers=wrappers), once(diagnostics + conflicts)
+    return replace(binding, wrappers=_under_first_names(model, wrappers)), once(diagnostics + conflicts)
 
 
 def unlike_layers(model: nn.Module, binding: Binding) -> list[Diagnostic]:
@@ -167,13 +172,14 @@ def stored_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 def bind_parameters(model: nn.Module, bound: dict[str, Bound]) -> tuple[Binding, list[Diagnostic]]:
     """The binding for these modules, by any of their names."""
     parameters, owners, conflicts = _parameter_layouts(model, bound)
-    return Binding(_under_first_names(model, bound), parameters, owners), conflicts
+    bare = {name: held for name, held in bound.items() if held.is_parameter}
+    return Binding(bare | _under_first_names(model, bound), parameters, owners), conflicts
 
 
-def _under_first_names(model: nn.Module, bound: dict[str, Bound]) -> dict[str, Bound]:
-    """A module reachable by several names is traced under its first."""
+def _under_first_names(model: nn.Module, bound: Mapping[str, _T]) -> dict[str, _T]:
+    """What is said of modules: one reachable by several names is traced under its first."""
     first: dict[int, str] = {}
-    named = {name: held for name, held in bound.items() if held.is_parameter}
+    named: dict[str, _T] = {}
     for name, module in named_modules(model, remove_duplicate=False):
         first.setdefault(id(module), name)
         if name in bound:
@@ -212,23 +218,33 @@ def _parameter_layouts(
         choices = {layout for layout, _ in wanted.values()}
         if len(choices) > 1:
             (first, (_, one)), (second, (_, other)), *_ = wanted.items()
-            diagnostics.append(
-                Diagnostic(
-                    code="TP109",
-                    message=f"`{first}` and `{second}` are one parameter, but `{one.style}` and `{other.style}` "
-                    "split it differently",
-                    span=other.rule.style_span,
-                    help=f"give both modules styles that split the same dim (`vocab` and `colwise` agree); "
-                    f"the other rule is at {one.rule.origin}",
-                    subject=other.name,
-                )
-            )
+            diagnostics.append(_conflict(f"`{first}` and `{second}` are one parameter", one, other))
         layout, owner = next(iter(wanted.values()), (REPLICATED, None))
         for name in names:
             layouts[name] = layout
             if owner is not None:
                 owners[name] = owner
     return layouts, owners, diagnostics
+
+
+def _of_one_module(
+    modules: Mapping[str, nn.Module], bound: Mapping[str, Bound], wrappers: Collection[str]
+) -> list[Diagnostic]:
+    """TP109 for a module of several names with several styles, of which no parameter is known yet that tells."""
+    first: dict[int, Bound] = {}
+    pairs = [(first.setdefault(id(modules[name]), bound[name]), bound[name]) for name in wrappers]
+    return [_conflict(f"`{a.name}` and `{b.name}` are one module", a, b) for a, b in pairs if a.style is not b.style]
+
+
+def _conflict(which: str, one: Bound, other: Bound) -> Diagnostic:
+    return Diagnostic(
+        code="TP109",
+        message=f"{which}, but `{one.style}` and `{other.style}` split it differently",
+        span=other.rule.style_span,
+        help=f"give both modules styles that split the same dim (`vocab` and `colwise` agree); "
+        f"the other rule is at {one.rule.origin}",
+        subject=other.name,
+    )
 
 
 def once(diagnostics: list[Diagnostic]) -> list[Diagnostic]:

@@ -91,7 +91,7 @@ def unwrap(
     readers = Readers(flow)
     computed = computed_in_bodies(model, readers)
     for wrapper, problem in binding.wrappers.items():
-        rule_on = bound.pop(wrapper)
+        rule_on = replace(bound.pop(wrapper), name=wrapper)  # the plan may say another of its names
         if known is not None:
             styles = {name: style for name, style in known.items() if name.startswith(f"{wrapper}.")}
         else:
