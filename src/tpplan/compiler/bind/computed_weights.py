@@ -25,7 +25,7 @@ from tpplan.compiler.bind.linear import Addend, Product
 from tpplan.compiler.bind.misfits import is_coded
 from tpplan.compiler.bind.products import Dims, find_use, moved
 from tpplan.compiler.bind.readers import Readers
-from tpplan.compiler.ir.trace import Frame, Operation, Value
+from tpplan.compiler.ir.trace import Frame, Operation
 from tpplan.ops.dim_map import dim_of
 from tpplan.ops.registry import first_factor, lookup
 from tpplan.plan import Style
@@ -101,16 +101,12 @@ def computed_tensors(model: nn.Module, readers: Readers) -> dict[str, tuple[Comp
 
 def codes_among(readers: Readers, parts: Collection[str]) -> frozenset[str]:
     """Of stored tensors the largest that stand for numbers, of four bits or more, if no other holds more of them."""
-    kinds = {name: readers.trace.values[v] for v, names in readers.trace.stored.items() for name in names}
-    sizes = {part: math.prod(kinds[part].shape) for part in parts}
-    coded = {part: 2 * sizes[part] * kinds[part].dtype.itemsize for part in parts if _is_coded(kinds[part])}
+    kinds = {part: readers.trace.values[readers.named[part]] for part in parts}
+    sizes = {part: math.prod(held.shape) for part, held in kinds.items()}
+    coded = {p: 2 * sizes[p] * held.dtype.itemsize for p, held in kinds.items() if is_coded(held.shape, held.dtype)}
     most = max(coded.values(), default=0)
     plain = max((size for part, size in sizes.items() if part not in coded), default=0)
     return frozenset(part for part, size in coded.items() if size == most > plain)
-
-
-def _is_coded(value: Value) -> bool:
-    return is_coded(value.shape, value.dtype)
 
 
 def layer_of(name: str) -> str:
@@ -130,7 +126,7 @@ def parts_of(readers: Readers, value: int) -> Iterator[tuple[str, Dims]]:
         if (held, dims) in seen or depth > _DEEPEST:
             continue
         seen.add((held, dims))
-        names = readers.trace.stored.get(held)
+        names = readers.stored.get(held)
         if names is not None:
             dims = (None,) * len(dims) if readers.is_written(held) else dims
             found |= {name: max(found.get(name, dims), dims, key=_known) for name in names}

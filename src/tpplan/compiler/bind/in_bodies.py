@@ -57,7 +57,7 @@ def members_of(readers: Readers, layer: str, weights: Collection[Computed], styl
     frame = next(frame for frame in readers.trace.root.walk() if frame.module == layer and frame.exits)
     members = dict.fromkeys((name for weight in weights for name in weight.parts), style)
     after = _following(frame, {weight.use.made for weight in weights if isinstance(weight.use, Product)})
-    for value, names in readers.trace.stored.items():
+    for value, names in readers.stored.items():
         if names[0] in members or not names[0].startswith(f"{layer}."):
             continue
         use = find_buffer_use(readers, value) if value in readers.trace.buffers else find_use(readers, value)
@@ -132,7 +132,7 @@ def _is_computed(readers: Readers, value: int) -> bool:
     """Whether more was done to what is stored than to turn, move or cast it."""
     for _ in range(_DEEPEST):
         source, made = readers.maker(value)
-        if source in readers.trace.stored or made is None:
+        if source in readers.stored or made is None:
             return False
         dims = tuple(range(len(readers.trace.values[made.inputs[0]].shape))) if made.inputs else ()
         if not made.inputs or moved(readers, made, made.inputs[0], dims) is None:

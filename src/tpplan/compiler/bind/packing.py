@@ -75,7 +75,6 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
     computed = computed_by_layers(model, readers)
     modules = _with_parameters(binding, readers, frames, findings, partly, grouped, computed)
     findings += _unfollowed(model, binding, computed, grouped, partly)
-    values = {name: value for value, names in readers.trace.stored.items() for name in names}
     uses: dict[str, Use] = {}
     for name, bound in modules.items():
         if bound.form is not None and bound.style in (Style.COLWISE, Style.ROWWISE):
@@ -92,8 +91,8 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
     for name, use in uses.items():
         shared = of_body(use, uneven)
         held = _refined(modules[name], use, Axis(size, heads, shared))
-        if isinstance(held, Bound) and held.is_parameter and name in values:
-            held = _in_entries(held, use.features, readers.trace.values[values[name]].shape, size)
+        if isinstance(held, Bound) and held.is_parameter and name in readers.named:
+            held = _in_entries(held, use.features, readers.trace.values[readers.named[name]].shape, size)
         if isinstance(held, Diagnostic):
             findings.append(held)
             continue
@@ -159,15 +158,14 @@ def _with_parameters(
     computed: Mapping[str, Sequence[Computed]],
 ) -> dict[str, Bound]:
     """The binding's modules, and bare parameters with what is done with them."""
-    values = {name: value for value, names in readers.trace.stored.items() for name in names}
     parts = {name: held for tensors in computed.values() for held in tensors for name in held.parts}
     modules: dict[str, Bound] = {}
     for name, bound in binding.modules.items():
         own = [f"{name}.{leaf}" for leaf in ("weight", "bias")]
-        read = [leaf for leaf in (*own, *sorted(names_among(computed.get(name, ())))) if leaf in values]
+        read = [leaf for leaf in (*own, *sorted(names_among(computed.get(name, ())))) if leaf in readers.named]
         convolves = bound.form is None and bound.style in (Style.COLWISE, Style.ROWWISE) and not bound.is_parameter
         unread = bound.form is not None and name not in frames and not bound.wrapper
-        unread = unread and (partly or any(_is_read(readers, values[leaf]) for leaf in read))
+        unread = unread and (partly or any(_is_read(readers, readers.named[leaf]) for leaf in read))
         if read and (convolves or unread):
             modules |= {inner: replace(bound, name=inner, form=None, is_parameter=True) for inner in read}
             pins = bound.input is not None or bound.output is not None
@@ -179,18 +177,18 @@ def _with_parameters(
         else:
             modules[name] = bound
     if partly:
-        unread = {n for n, b in modules.items() if b.is_parameter and not _is_read(readers, values.get(n))}
+        unread = {n for n, b in modules.items() if b.is_parameter and not _is_read(readers, readers.named.get(n))}
         modules = {name: bound for name, bound in modules.items() if name not in unread}
     for name, bound in modules.items():
         if not bound.is_parameter or bound.style in (Style.REPLICATE, Style.VOCAB):
             continue  # that it is a table is for `lookers` to say
         if name in parts:
-            form = parts[name].form_of(name, bound.style) or _own_product(readers, values[name])
+            form = parts[name].form_of(name, bound.style) or _own_product(readers, readers.named[name])
             modules[name] = replace(bound, form=form, style=Style.REPLICATE if form is None else bound.style)
             continue
-        form = _find_use(readers, values[name]) if name in values else None
+        form = _find_use(readers, readers.named[name]) if name in readers.named else None
         if form is None or (isinstance(form, Addend) and not form.is_added and bound.style is Style.ROWWISE):
-            beside = _no_product(bound, readers, values.get(name))
+            beside = _no_product(bound, readers, readers.named.get(name))
             split = "write `colwise`, which splits it with the features or heads that it stands beside, or "
             findings.append(beside if form is None else replace(beside, help=f"{split}{beside.help}"))
         modules[name] = replace(bound, form=form)
@@ -212,10 +210,8 @@ def _unfollowed(
         if bound is not None and weights and not leaves and bound.rule.style in (Style.COLWISE, Style.ROWWISE):
             whole = next((tensor for tensor in weights if not tensor.is_split(bound.rule.style)), None)
             other = Style.ROWWISE if bound.rule.style is Style.COLWISE else Style.COLWISE
-            by_other = whole is not None and whole.is_split(other)
-            found += (
-                [] if whole is None else [of_whole_parts(name, bound.rule, whole.parts, other if by_other else None)]
-            )
+            if whole is not None:
+                found.append(of_whole_parts(name, bound.rule, whole.parts, other if whole.is_split(other) else None))
         if not leaves or bound is None or bound.style not in (Style.COLWISE, Style.ROWWISE) or bound.is_parameter:
             continue
         held = computed.get(name, ())

@@ -62,11 +62,19 @@ class _Dim:
 
 
 class Readers:
-    """Follows values to those that read them, through boundaries."""
+    """Follows values to those that read them, through boundaries.
+
+    Attributes:
+        trace: of which the values are.
+        stored: the values of parameters and buffers, each with its names.
+        named: these values by each of their names.
+    """
 
     def __init__(self, flow: DataFlow) -> None:
         """Follow the values of `flow`."""
         self.trace = flow.trace
+        self.stored = flow.trace.stored
+        self.named = {name: value for value, names in self.stored.items() for name in names}
         self._flow = flow
 
     def of(self, value: int) -> Iterator[tuple[Frame, Operation, int]]:

@@ -9,7 +9,7 @@ Nothing is changed here: `lower` puts it into the model.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,10 +99,11 @@ def prepare(
             are looked up.
     """
     placements = {name: held for held in (*program.parameters, *program.buffers) for name in held.names}
-    buffers = {name for name in placements if _is_buffer(modules, name)}
+    held_buffers = (f"{name}.{leaf}".lstrip(".") for name, module in modules.items() for leaf in own_buffers(module))
+    buffers = placements.keys() & held_buffers
     context = CallContext()
     handed_out = HandedOut(axis, context)
-    readers = _readers(modules, program, handed_out)
+    readers = _readers(modules, program, buffers, handed_out)
     opened = tuple(_owner(modules, placement.name) for placement in program.summed_parameters)
     random = _randomness(program, axis, device)
     uses, twice = active_uses(program, device), program.takes_gradients
@@ -320,24 +321,19 @@ def _owner(modules: dict[str, nn.Module], name: str) -> tuple[nn.Module, str]:
     return modules[owner], leaf
 
 
-def _is_buffer(modules: dict[str, nn.Module], name: str) -> bool:
-    owner, _, leaf = name.rpartition(".")
-    return owner in modules and leaf in own_buffers(modules[owner])  # one that sits in several places has one name here
-
-
 def _readers(
-    modules: dict[str, nn.Module], program: Program, handed_out: HandedOut
+    modules: dict[str, nn.Module], program: Program, buffers: Collection[str], handed_out: HandedOut
 ) -> dict[str, Callable[[Tensor], Tensor]]:
     """How to read each parameter, by each of its names."""
     summed = frozenset(_owner(modules, placement.name) for placement in program.summed_parameters)
     members: dict[str, list[tuple[nn.Module, str]]] = {}
     for placement in program.parameters:
-        if not placement.summed and not _is_buffer(modules, placement.name):
+        if not placement.summed and placement.name not in buffers:
             members.setdefault(_block(modules, placement.name), []).append(_owner(modules, placement.name))
     blocks = {block: BlockReader(handed_out, held) for block, held in members.items()}
     found: dict[str, Callable[[Tensor], Tensor]] = {}
     for placement in program.parameters:
-        if _is_buffer(modules, placement.name):
+        if placement.name in buffers:
             read = local_part
         elif placement.summed:
             read = SummedReader(handed_out, _owner(modules, placement.name), summed)
