@@ -144,6 +144,17 @@ class Tables(Quantised):
         return functional.linear(x, self.table.gather(1, self.codes.long()))
 
 
+class Wider(Quantised):
+    """Integers of two bytes, stored as bytes."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.store(codes=bytes_of(outputs, 2 * inputs), scales=torch.rand(outputs, 1) / 2**16)
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        return self.codes.view(torch.int16).to(dtype) * self.scales
+
+
 @pytest.mark.parametrize(
     ("layer", "style", "code"),
     [
@@ -151,6 +162,8 @@ class Tables(Quantised):
         (partial(Halves, written=True), "colwise", "TP112"),
         (partial(Tables, kernel=False), "colwise", "TP107"),
         (partial(Tables, kernel=True), "colwise", "TP101"),
+        (Wider, "colwise", "TP112"),
+        (Wider, "rowwise", "TP112"),
     ],
 )
 def test_what_cant_be_followed_is_an_error(layer: Layer, style: str, code: str) -> None:
