@@ -8,7 +8,7 @@ from torch import nn
 
 import tpplan
 from tests.initialize.compare import on_meta
-from tests.zoo.architectures import ARCHITECTURES, _made
+from tests.zoo.architectures import ARCHITECTURES, model_of
 from tpplan.initialize.executor import Executor
 from tpplan.initialize.record import InitialOperation
 
@@ -31,7 +31,7 @@ class Seen:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_one_whole_tensor_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen(monkeypatch)
-    model = on_meta(lambda: _made(ARCHITECTURES[name]))
+    model = on_meta(lambda: model_of(ARCHITECTURES[name]))
     tpplan.init_weights(model)
     assert seen.bytes <= max(p.nbytes for p in (*model.parameters(), *model.buffers())) + 1024
 

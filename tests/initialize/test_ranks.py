@@ -19,7 +19,7 @@ from tests.initialize.test_plain import GPT_PLAN, IDS, STACK_PLAN, Gpt, Stack
 from tests.marking import slow_but, sweep_but
 from tests.plans.parity import PLANS
 from tests.runtime.world import Member, world
-from tests.zoo.architectures import ARCHITECTURES, _made
+from tests.zoo.architectures import ARCHITECTURES, model_of
 from tpplan.compat.dtensors import local_of
 from tpplan.plan import PlanError
 
@@ -45,7 +45,7 @@ TIED = {"table": "vocab", "up": "colwise", "down": "rowwise", "head": "colwise"}
 
 def _family(name: str) -> Subject:
     inputs = {key: torch.ones_like(held, device="cpu") for key, held in ARCHITECTURES[name].inputs().items()}
-    return lambda: _made(ARCHITECTURES[name]), str(PLANS / f"{name}.yaml"), inputs, None
+    return lambda: model_of(ARCHITECTURES[name]), str(PLANS / f"{name}.yaml"), inputs, None
 
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {

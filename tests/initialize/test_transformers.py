@@ -13,7 +13,7 @@ import tpplan
 from tests.initialize.compare import SEED, differences, on_meta, parts, stock_of, unlike, without_numbers
 from tests.marking import slow_but, sweep_but
 from tests.plans.parity import PLANS
-from tests.zoo.architectures import ARCHITECTURES, _made
+from tests.zoo.architectures import ARCHITECTURES, model_of
 from tpplan.hf.build import build_stock
 from tpplan.initialize import InitializationError
 
@@ -21,7 +21,7 @@ ALL = [name for name, held in ARCHITECTURES.items() if held.kind]
 
 
 def _make(name: str) -> nn.Module:
-    return _made(ARCHITECTURES[name])
+    return model_of(ARCHITECTURES[name])
 
 
 def _cpu(name: str) -> dict[str, Any]:

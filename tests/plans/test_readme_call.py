@@ -18,7 +18,7 @@ from tests.models.tiny import tiny_model
 from tests.plans.parity import PLANS, tolerance
 from tests.plans.test_others import OTHERS
 from tests.runtime.world import Member, world
-from tests.zoo.architectures import ARCHITECTURES, VOCABULARY, _made
+from tests.zoo.architectures import ARCHITECTURES, VOCABULARY, model_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -41,7 +41,7 @@ def _subject(plan: str) -> tuple[nn.Module, dict[str, Tensor]]:
     held = ARCHITECTURES[OF_PLANS.get(name, name)]
     torch.manual_seed(0)
     off = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    model = _made(dataclasses.replace(held, settings=held.settings | off) if held.kind else held)
+    model = model_of(dataclasses.replace(held, settings=held.settings | off) if held.kind else held)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -14,7 +14,7 @@ import tpplan
 from tests.caching import cache_of, passing
 from tests.marking import sweep_but
 from tests.runtime.world import Member, world
-from tests.zoo.architectures import ARCHITECTURES, _made, build
+from tests.zoo.architectures import ARCHITECTURES, build, model_of
 from tpplan.compiler.ir.hidden import hidden_tensors
 
 RANKS = 2
@@ -111,7 +111,7 @@ def tiny(name: str) -> tuple[Any, dict[str, Tensor]]:
     _, inputs = build(name)
     dtype = torch.float32 if name == "gpt_oss" else torch.float64  # its products of groups take no float64 on a CPU
     torch.manual_seed(0)
-    model = _made(ARCHITECTURES[name]).to(dtype).eval()
+    model = model_of(ARCHITECTURES[name]).to(dtype).eval()
     scatter(model)
     example = {key: torch.ones(held.shape, dtype=held.dtype) for key, held in inputs.items()}
     return model, example

@@ -23,7 +23,8 @@ from tests.models.tiny import ARCHITECTURES, output_tensors, tiny_model
 from tests.plans.parity import assert_close, assert_same_run, run, tolerance
 from tests.runtime.world import Member, world
 from tests.zoo.architectures import ARCHITECTURES as ZOO
-from tests.zoo.architectures import made
+from tests.zoo.architectures import model_of
+from tpplan.compat.modules import own_parameters
 from tpplan.compiler.ir.program import Program
 from tpplan.cost.cluster import cluster_of
 from tpplan.cost.hiding import LinearPart, Rates, schedules
@@ -62,7 +63,7 @@ def _subject(architecture: str) -> tuple[nn.Module, dict[str, Any], torch.dtype]
         name: torch.ones(given.shape, dtype=given.dtype) if "mask" in name else torch.randint(1, 24, given.shape)
         for name, given in held.inputs().items()
     }
-    return made(held).float().eval(), call, torch.float32
+    return model_of(held).float().eval(), call, torch.float32
 
 
 def _parities(member: Member, name: str, choices: Sequence[dict[str, Any]]) -> list[tuple[int, list[Counter[str]]]]:
@@ -412,7 +413,7 @@ def test_what_travels_does_so_while_something_is_computed(joint: Any, forward: s
     x = torch.randn(1, 2, 4, requires_grad=True)
     with Products(axis.events):
         whole = made(x, lambda _: pytest.fail("the plain step"))
-        products = [made.product_of(m.module, whole, m.module.weight) for m in made.members]
+        products = [made.product_of(m.module, whole, own_parameters(m.module)["weight"]) for m in made.members]
     assert _shown(axis.events) == forward
     axis.events.clear()
     with Products(axis.events):

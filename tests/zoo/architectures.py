@@ -237,10 +237,10 @@ def build(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """The model of this name and the keywords of a call, both without numbers."""
     architecture = ARCHITECTURES[name]
     with torch.device("meta"):
-        return made(architecture), architecture.inputs()
+        return model_of(architecture), architecture.inputs()
 
 
-def made(architecture: Architecture) -> nn.Module:
+def model_of(architecture: Architecture) -> nn.Module:
     """The model, on the default device."""
     if callable(architecture.maker):
         return architecture.maker()

@@ -263,7 +263,7 @@ class _Choices:
         reasons: list[str] = []
         if over > 0:
             largest = max(row.memory.parts, key=lambda name: row.memory.parts[name] if row.memory else 0)
-            reasons.append(f"a rank lacks {over / 2**30:.1f} GiB; most of it are {largest}")
+            reasons.append(f"a rank lacks {over / 2**30:.1f} GiB; most of it is {largest}")
         if self._nodes(row.tp) > 1:
             reasons.append(f"warning: tensor parallelism over {self._nodes(row.tp)} nodes goes by their network")
         if recommended:
