@@ -16,6 +16,7 @@ from tpplan.plan.wording import all_of
 from tpplan.taken_models import INPUTS
 
 BATCH = 3  # odd, and seldom equal to another size
+_TOKENS, _MOST, _LEAST = 64, 8, 2  # of a sequence; of a rank, at most and at least
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -134,8 +135,9 @@ def _senses(model: nn.Module, config: Any, accepted: Mapping[str, object], batch
 
 
 def _sequence_length(config: Any, size: int) -> int:
+    """A length that the ranks can split, and that grows with them as little as can be: attention takes its square."""
     longest = _shortest_table(config)
-    length = 8 * size
+    length = size * min(_MOST, max(_LEAST, -(-_TOKENS // size)))
     if isinstance(longest, int) and 0 < longest - 2 < length:  # some tables reserve two positions
         length = max(size, (longest - 2) // size * size)
     return length

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 import tpplan
 from tests.compiler.toys import HIDDEN, Attention, Mlp, codes, compiled, reshards, x_BSH
+from tests.models.tiny import tiny_model
 from tests.models.uneven import GATED, MLP, Gated
 from tpplan.compiler.check import local_run as check_module
 from tpplan.compiler.check.local_run import PassedCall, check, different_ranks
 from tpplan.compiler.check.same_steps import CheckInput, Mismatch
 from tpplan.compiler.ir.program import LocalAttribute
+from tpplan.inputs import example_call
 from tpplan.report.program_page import render_program
 
 
@@ -33,7 +35,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("features", "tp", "kinds"),
-    [(32, 4, [0]), (107, 2, [0, 1]), (107, 4, [0, 3]), (6, 4, [0, 3]), (9, 4, [0, 3]), (13, 8, [0, 6, 7])],
+    [(32, 4, [0]), (107, 2, [0, 1]), (107, 4, [0, 3]), (6, 4, [0, 2]), (9, 4, [0, 1]), (13, 8, [0, 5])],
 )
 def test_each_kind_of_rank_is_checked_once(features: int, tp: int, kinds: list[int], ranks: list[list[int]]) -> None:
     program = compiled(Mlp(intermediate=features), MLP, tp=tp)
@@ -43,9 +45,19 @@ def test_each_kind_of_rank_is_checked_once(features: int, tp: int, kinds: list[i
 
 
 def test_parameters_tell_what_each_rank_stores() -> None:
-    up = next(p for p in compiled(Mlp(intermediate=13), MLP, tp=8).parameters if p.name == "up.weight")
-    assert [up.stored_shape(8, rank)[0] for rank in range(8)] == [2, 2, 2, 2, 2, 2, 1, 0]
-    assert up.local_shape == (2, HIDDEN)
+    up = next(p for p in compiled(Mlp(intermediate=107), MLP, tp=4).parameters if p.name == "up.weight")
+    assert [up.stored_shape(4, rank)[0] for rank in range(4)] == [27, 27, 27, 26]
+    assert up.local_shape == (27, HIDDEN)
+
+
+@pytest.mark.parametrize(("features", "tp"), [(13, 8), (9, 4), (6, 4), (5, 4), (100, 16)])
+def test_no_rank_is_left_without_features(features: int, tp: int) -> None:
+    program = compiled(Mlp(intermediate=features), MLP, tp=tp)
+    for name, dim in (("up.weight", 0), ("up.bias", 0), ("down.weight", 1)):
+        held = next(p for p in program.parameters if p.name == name)
+        counts = [held.stored_shape(tp, rank)[dim] for rank in range(tp)]
+        assert sum(counts) == features
+        assert counts == sorted(counts, reverse=True) and counts[0] - counts[-1] == 1
 
 
 def test_a_count_becomes_local_on_each_rank() -> None:
@@ -129,3 +141,12 @@ def test_explain_shows_what_differs_between_ranks() -> None:
     assert "features 107 → 27|26" in text
     assert "a|b: what the ranks hold, where it differs" in text
     assert "a|b" not in render_program(compiled(Mlp(), MLP))
+
+
+@pytest.mark.parametrize(("tp", "tokens"), [(2, 16), (3, 24), (8, 64), (12, 72), (16, 64), (32, 64), (64, 128)])
+def test_a_made_up_sequence_can_be_split_and_hardly_grows(tp: int, tokens: int) -> None:
+    """Attention takes its square."""
+    model, _ = tiny_model("llama", device="meta", max_position_embeddings=4096)
+    _, keywords = example_call(model, tp)
+    assert tuple(keywords["input_ids"].shape) == (3, tokens)
+    assert tokens % tp == 0 and tokens // tp >= 2

@@ -92,10 +92,10 @@ _TOKENS = {"transformer.wte": "vocab", "lm_head": {"style": "colwise", "output":
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "mlp": lambda: _mlp(107),
     "a wide mlp": lambda: _mlp(1001),
-    "an mlp that leaves a rank without features": lambda: _mlp(6),
+    "an mlp that torch.chunk would leave a rank of without features": lambda: _mlp(6),
     "packed": lambda: _gated(107, remembers=False),
     "packed, split by an attribute": lambda: _gated(107, remembers=True),
-    "packed, that leaves a rank without features": lambda: _gated(6, remembers=False),
+    "packed, that torch.chunk would leave a rank of without features": lambda: _gated(6, remembers=False),
     "vocabulary": lambda: _language(89, tied=False),
     "vocabulary, its padding row on the last rank": lambda: _language(89, tied=False, padding=88),
     "tied vocabulary": lambda: _language(89, tied=True),
@@ -105,6 +105,7 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "llama": lambda: _shipped("llama", {}, intermediate_size=83, vocab_size=89),
     "tied llama": lambda: _shipped("llama", {}, intermediate_size=83, vocab_size=89, tie_word_embeddings=True),
     "gpt2": lambda: _shipped("gpt2", _TOKENS, n_inner=83, vocab_size=89),
+    "gpt2 that torch.chunk would leave a rank of without features": lambda: _shipped("gpt2", {}, n_inner=9),
     "phi3": lambda: _shipped("phi3", {}, intermediate_size=83, vocab_size=89),
 }
 

@@ -110,7 +110,7 @@ def trained(member: Member, name: str) -> list[float]:
     ("name", "tp"),
     [
         ("packed, split by an attribute", 2),
-        ("packed, that leaves a rank without features", 4),
+        ("packed, that torch.chunk would leave a rank of without features", 4),
         ("untied vocabulary that leaves a rank without rows", 4),
         ("gpt2", 2),
     ],

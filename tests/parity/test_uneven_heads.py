@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from tests.marking import in_thirds, slow_but
 from tests.models.heads import ATTENTIONS, IN_ONE, Attention, attention
 from tests.models.tiny import ARCHITECTURES, first_output, tiny_model
 from tests.runtime.world import Member, world
+from tests.zoo.architectures import ARCHITECTURES as ARCHITECTURES_OF_ZOO
+from tests.zoo.architectures import model_of
 from tpplan.api import suggest_text
 from tpplan.compiler.check import local_run
 from tpplan.compiler.ir.program import Program
@@ -261,3 +264,37 @@ def test_programs_survive_json() -> None:
     program = compile_call(Request(model, load_plan({"version": 1, "modules": rules}), 3, *call)).program
     again = Program.from_dict(program.to_dict())
     assert again == program and again.digest == program.digest
+
+
+def with_cache(name: str, device: str) -> tuple[nn.Module, dict[str, Any]]:
+    """An architecture of the zoo as it comes, with a cache where it has one."""
+    held = ARCHITECTURES_OF_ZOO[name]
+    with torch.device(device), torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        model = model_of(replace(held, settings=held.settings | {"use_cache": True}))
+    return model.eval(), held.inputs()
+
+
+@pytest.mark.parametrize(("name", "tp"), [("t5", 3), ("t5", 6), ("t5", 7), ("deberta-v2", 3), ("deberta-v2", 7)])
+@pytest.mark.one_in(2)
+def test_biases_by_position_are_split_by_the_same_heads(name: str, tp: int) -> None:
+    model, call = with_cache(name, "meta")
+    program = compile_call(Request(model, load_plan(PLANS / f"{name}.yaml"), tp, (), call)).program
+    assert {d.code for d in program.diagnostics} == {"TP132"}
+    report = verify_program(model, program, ((), call), dtype=torch.float32)
+    assert report.ok, str(report)
+    assert report.collectives == report.predicted
+
+
+def generated_with_biases(member: Member) -> bool:
+    stock, call = with_cache("t5", "cpu")
+    ids = torch.arange(24).reshape(3, 8) + 4
+    sharded = tpplan.parallelize(copy.deepcopy(stock), str(PLANS / "t5.yaml"), member.mesh(), call)
+    made = [model.generate(input_ids=ids, max_new_tokens=5, do_sample=False) for model in (stock, sharded)]  # pyright: ignore
+    return torch.equal(*made)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_biases_by_position_generate_the_same_on_processes() -> None:
+    assert all(world(3).run(generated_with_biases))

@@ -65,3 +65,25 @@ def test_a_block_that_differs_is_no_twin(monkeypatch: pytest.MonkeyPatch) -> Non
     _, reasons, split = walks(Stack(6, bare=4), monkeypatch)
     assert {"layers.4.gate", "layers.4.out"} <= split
     assert {name for name in reasons if name.endswith("gate")} == {f"layers.{n}.gate" for n in (0, 1, 2, 3, 5)}
+
+
+class Normed(nn.Module):
+    """A pair, and one with a norm over all of its features between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.low, self.norm, self.high = nn.Linear(WIDTH, 8), nn.LayerNorm(8), nn.Linear(8, 4 * WIDTH)
+        self.out = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu()) + self.out(self.high(self.norm(self.low(x))).relu())
+
+
+def test_a_column_before_a_norm_has_twins_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, _, _ = walks(nn.Sequential(*(Normed() for _ in range(2))), monkeypatch)
+    many, reasons, split = walks(nn.Sequential(*(Normed() for _ in range(6))), monkeypatch)
+    assert many == few
+    for number in range(6):
+        assert reasons[f"{number}.low"] == f"a norm stands between it and `{number}.high`"
+        assert {f"{number}.high", f"{number}.out"} <= split

@@ -48,7 +48,7 @@ class Flow:
         rows: modules that contract split features, with the columns that these come from.
         row_packs: the packs of a row's input features, where they are several.
         refused: columns that ran into an operation that needs all features, with the reason.
-        places: of refused columns, the module whose body has that operation.
+        places: of refused columns, the module whose body has that operation, or the layer that would contract them.
         read: columns whose result reaches a linear layer, in whatever way.
         leaving: columns whose split result leaves the model.
         mixed: modules that take split features in one call and whole ones in another.
@@ -259,8 +259,9 @@ class _FlowWalk:
             # To sum the statistics, and the products as well, would cost more than to keep the first layer whole, as
             # long as this one is a column.
             self.found.across[name] = self.sources[given]
-            for column in self.sources[given]:
-                self.found.refused.setdefault(column, f"a norm stands between it and `{name}`")
+            for column in self.sources[given] - self.found.refused.keys():
+                self.found.refused[column] = f"a norm stands between it and `{name}`"
+                self.found.places[column] = name
             self._poison([made], self.sources[given])
             return True
         if held is not None and held.dim == given_dim:

@@ -61,6 +61,7 @@ class Product:
         given: the other factor; `given_dim` is its dim that is contracted, where it isn't one of the last two.
         alike: the further products that are like this one, as by each matrix of a stack.
         times: how often the outputs come in the dim that counts them, where they are joined with what stands before.
+        unit: a rank has so many features or a multiple of them, as rows of grouped products start aligned.
         following: where the body takes the parameter apart first, the products of the further parts of its outputs.
     """
 
@@ -75,6 +76,7 @@ class Product:
     given_dim: int | None = None
     alike: tuple[Product, ...] = ()
     times: int = 1
+    unit: int = 1
 
     @property
     def parts(self) -> tuple[Product, ...]:

@@ -31,6 +31,7 @@ from tpplan.compiler.bind.linear import Addend, LinearForm, Product, is_grouped_
 from tpplan.compiler.bind.misfits import not_followed, of_whole_parts
 from tpplan.compiler.bind.products import find_buffer_use, find_use
 from tpplan.compiler.bind.readers import Readers, Taken
+from tpplan.compiler.bind.shared_features import shared_features
 from tpplan.compiler.bind.shared_heads import Axis, Body, Use, heads_of, imbalance, of_body, uneven_heads
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.heads import fitting_ranks
@@ -80,17 +81,20 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
         if bound.form is not None and bound.style in (Style.COLWISE, Style.ROWWISE):
             found = _use(bound, bound.form, frames.get(name), readers)
             if found is not None:
-                uses[name] = found
+                uses[name] = replace(found, reader=_reader(readers, name), unit=getattr(bound.form, "unit", 1))
     taken = [way for use in uses.values() if use.taken is not None for way in use.taken.ways]
     counts = {n for way in taken for n in (*way.heads, len(way.stretches)) if n}
     counts |= {(way.heads[0] or 1) * (n or 1) for way in taken if way.group is not None for n in way.group.heads}
     heads = frozenset(n for n in counts if n % size == 0)
     uneven = uneven_heads([*uses.values()], Axis(size, heads))
+    features = shared_features(modules, uses, size)
     notes: dict[Body, Diagnostic | None] = {}
     single: list[Diagnostic] = []
     for name, use in uses.items():
         shared = of_body(use, uneven)
         held = _refined(modules[name], use, Axis(size, heads, shared))
+        if isinstance(held, Bound) and held.style is modules[name].style:
+            held = features.refined(held, use)
         if isinstance(held, Bound) and held.is_parameter and name in readers.named:
             held = _in_entries(held, use.features, readers.trace.values[readers.named[name]].shape, size)
         if isinstance(held, Diagnostic):
@@ -111,11 +115,11 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
             findings += [] if alike is not None else [_no_product(bound)]
     if modules != binding.modules:
         binding, _ = bind_parameters(model, modules)
-    features = frozenset(packs for b in modules.values() for packs in _made(b))
+    made = frozenset(packs for b in modules.values() for packs in _made(b))
     by_parts = (Pack(n, parts=held) for in_body in uneven.values() for n, held in in_body.parts.items())
     numbers = frozenset((pack,) for pack in (*map(Pack, heads), *by_parts))
     told = [note for note in notes.values() if note is not None]
-    return Packed(binding, once(findings), numbers, features, once([*single, *told]))
+    return Packed(binding, once(findings), numbers, made, once([*single, *told]))
 
 
 def _like_others(bound: Bound, used: Sequence[Bound]) -> Bound:
@@ -355,6 +359,12 @@ def _refined(bound: Bound, use: Use, axis: Axis) -> Bound | Diagnostic:
         return replace(bound, style=Style.REPLICATE, form=None)
     several = len(packs) > 1 or packs[0].replicas > 1 or packs[0].parts
     return replace(bound, packs=tuple(packs)) if several else bound
+
+
+def _reader(readers: Readers, name: str) -> Body | None:
+    """The call whose body reads a parameter first; None for a module's name."""
+    frame = next((f for f, _, _ in readers.of(readers.named[name])), None) if name in readers.named else None
+    return None if frame is None else (frame.module, frame.call)
 
 
 def _in_entries(bound: Bound, features: int, shape: tuple[int, ...], size: int) -> Bound | Diagnostic:

@@ -25,6 +25,7 @@ import torch
 
 from tpplan.compiler.bind.linear import Addend, Product
 from tpplan.compiler.bind.readers import Readers
+from tpplan.compiler.ir.heads import ROW_BYTES
 from tpplan.compiler.ir.trace import Operation, Reference
 from tpplan.compiler.rules.batch_norm import kept_statistics
 from tpplan.compiler.rules.convolution import GROUPS, TRANSPOSED
@@ -214,7 +215,9 @@ def _in_product(
     if first == 1 and operation.arguments[0] == mine:
         yield from _added(readers, operation, dims, shape)
     elif factors[1] == mine and factors[0] != mine:
-        yield from _made(shape, dims[-1], dims[-2], made, last, factors[0])
+        found = _made(shape, dims[-1], dims[-2], made, last, factors[0])
+        unit = ROW_BYTES // readers.trace.values[made].dtype.itemsize if operation.is_a("grouped product") else 1
+        yield from (replace(held, unit=unit) for held in found)
     elif factors[0] == mine and factors[1] != mine:
         yield from _made(shape, dims[-2], dims[-1], made, last - 1, factors[1])
 

@@ -37,6 +37,8 @@ class Use:
         beside: of those that aren't taken apart, the heads that they are made of or combined with, and the body that
             joins these; None of a vector.
         named: whether the plan names their packs.
+        reader: of a parameter that has a rule itself, the call whose body reads it.
+        unit: of what so many features a rank has to have a multiple; see `Product`.
     """
 
     features: int
@@ -44,6 +46,8 @@ class Use:
     joined: tuple[int, ...] = ()
     beside: tuple[Frame | None, int] | None = None
     named: bool = False
+    reader: Body | None = None
+    unit: int = 1
 
     @property
     def body(self) -> Body | None:

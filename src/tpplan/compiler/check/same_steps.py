@@ -382,10 +382,11 @@ def _equal(ours: object, theirs: object) -> bool:
 def _local_start(given: CheckInput, operation: Operation) -> tuple[Any, ...]:
     """The dim and the start of a slice, or the place of an entry, counted on one rank where the dim is packed.
 
-    Of a dim that is one stretch, a slice of every so many entries begins alike on each rank.
+    A slice of every so many entries begins alike on each rank.
     """
     held: tuple[Any, ...] = operation.arguments[1:3]
-    if len(held) < 2 or not held[1] or not _packs_along(given, operation, held[0]):
+    steps = operation.arguments[4:5] not in ((), (1,))
+    if len(held) < 2 or not held[1] or steps or not _packs_along(given, operation, held[0]):
         return held
     return (held[0], _start_on_rank(given, operation, held[0], held[1]))
 

@@ -16,6 +16,9 @@ from typing import NamedTuple
 
 Parts = tuple[tuple[int, int], ...]
 
+ROW_BYTES = 16
+"""What torch's product of grouped rows asks of each row, forward and backward: it starts at a multiple of so many."""
+
 
 class HeadParts(NamedTuple):
     """What each rank holds, as start and length."""
@@ -30,6 +33,12 @@ def fitting_ranks(heads: int, ranks: int) -> str:
         return f"use at most {heads} {'rank' if heads == 1 else 'ranks'}"
     found = [str(n) for n in range(2, 65) if heads % n == 0]
     return f"use a size of the axis that divides {heads} ({', '.join(found[:6]) or 'none up to 64 does'})"
+
+
+def even_parts(count: int, ranks: int) -> Parts:
+    """The parts of which none is longer than another by more than one; the longer ones come first."""
+    least, more = divmod(count, ranks)
+    return tuple((rank * least + min(rank, more), least + (rank < more)) for rank in range(ranks))
 
 
 @functools.lru_cache(maxsize=256)
@@ -85,4 +94,4 @@ def _keys(start: int, length: int, group: int) -> int:
     return (start + length - 1) // group - start // group + 1
 
 
-__all__ = ["HeadParts", "Parts", "head_parts"]
+__all__ = ["ROW_BYTES", "HeadParts", "Parts", "even_parts", "fitting_ranks", "head_parts"]

@@ -100,10 +100,7 @@ class Boundaries:
                 return [REPLICATED, REPLICATED_PARTIAL] if value.differentiable else [REPLICATED]
             if boundary.pin is Pin.SEQUENCE:
                 return [] if sequence is None else [sequence]
-            last = len(value.shape) - 1
-            whole = boundary.packs or (Pack(value.shape[last]),)
-            fits = sum(p.size for p in whole) == value.shape[last] and all(p.fits(self.size) for p in whole)
-            return [packed(last, whole)] if fits else []
+            return self._split_features(boundary, value)
         if boundary.pin is not None:
             return [REPLICATED]
         if outward and boundary.final:
@@ -126,6 +123,14 @@ class Boundaries:
             targets.append(ending(tail))
         targets += self._head_layouts(value)
         return list(dict.fromkeys(targets))
+
+    def _split_features(self, boundary: RegionBoundary, value: LocalValue) -> list[Layout]:
+        """What `shard` may mean: the packs of a layer; without any, an even split, or one by the heads of a body."""
+        last, count = len(value.shape) - 1, value.shape[-1]
+        heads = () if boundary.packs else sorted(self.constraints.freedoms.heads)
+        asked = [boundary.packs or (Pack(count),), *heads]
+        fits = (w for w in asked if sum(p.size for p in w) == count and all(p.fits(self.size) for p in w))
+        return list(dict.fromkeys(packed(last, whole) for whole in fits))
 
     def _head_layouts(self, value: LocalValue) -> list[Layout]:
         """The splits by heads: of a dim that counts them, or of dim 0 where it was flattened with the batch."""

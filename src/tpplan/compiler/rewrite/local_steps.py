@@ -134,6 +134,8 @@ def localised(node: Operation, trace: Trace, layouts: Mapping[int, Layout], size
         if node.is_a("split") and (packs or held.dim == along):
             lengths = [shape[along] for shape in shapes if shape is not None]
             arguments[1] = tuple(lengths) if node.is_a("split by sizes") else lengths[0]
+        elif packs and arguments[4:5] not in ([], [1]):  # every so many entries, from one end to the other
+            arguments[3] = None
         elif packs and made is not None:
             first: int = arguments[2] or 0
             start = held.local_start(along, first + (whole[along] if first < 0 else 0), whole[along], size, rank)

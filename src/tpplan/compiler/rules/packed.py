@@ -77,9 +77,7 @@ def results(
         made = viewed(shape, values[_output(node)].shape, held, size, batch)
         return (made,) if made is not None else "cuts across the packs of the sharded dim"
     if every_so_many(node, values, layouts):
-        even = held.is_plain and held.interleave == 1 and held.is_even(shape[held.dim], size)
-        fits = even and shape[held.dim] // size % node.arguments[4] == 0
-        return (held,) if fits else "takes every n-th element of a sharded dim"
+        return _every_so_many(held, shape[held.dim], node.arguments[4], size)
     along = _taken_along(node, shape)
     if along is not None and (along == held.dim or held.shares(along, size, 0)[0]):
         stretches = _stretches(node, values, along)
@@ -126,6 +124,16 @@ def every_so_many(node: OperationNode, values: Sequence[LocalValue], layouts: di
     start, end, step = node.arguments[2] or 0, node.arguments[3], node.arguments[4]
     along = dim_of(node.target, node.arguments, len(shape))
     return held.dim == along and step > 1 and 0 <= start < step and (end is None or end >= shape[along])
+
+
+def _every_so_many(held: Layout, count: int, step: int, size: int) -> Layouts | str:
+    """Every `step`-th entry of a dim of which each rank has whole groups of so many."""
+    even = held.is_plain and held.interleave == 1 and held.is_even(count, size)
+    if even and count // size % step == 0:
+        return (held,)
+    (pack, *others) = held.packs or (None,)
+    fewer = pack.scaled(1, step) if pack is not None and pack.parts and not (others or held.within) else None
+    return "takes every n-th element of a sharded dim" if fewer is None else (replace(held, packs=(fewer,)),)
 
 
 def _output(node: OperationNode) -> int:
@@ -197,11 +205,11 @@ def _repeated(node: OperationNode, shape: tuple[int, ...], held: Layout, size: i
     assert held.dim is not None
     times: Sequence[int] = node.arguments[1]
     dim = held.dim + len(times) - len(shape)
-    if not held.is_plain or held.interleave != 1 or not held.is_even(shape[held.dim], size):
-        return "repeats a dim that is packed or unevenly split"
-    if times[dim] == batch and dim == 0:
+    if held.interleave != 1 or held.within or not all(pack.fits(size) for pack in held.packs):
+        return "repeats a dim that ranks share out in several ways"
+    if held.is_plain and held.is_even(shape[held.dim], size) and times[dim] == batch and dim == 0:
         return (sharded(0, interleave=batch),)
-    return (packed(dim, [Pack(shape[held.dim])] * times[dim]),)
+    return (packed(dim, [*held.stretches(shape[held.dim])] * times[dim]),)
 
 
 def _repeats(values: Sequence[LocalValue], number: int, node: OperationNode, held: Layout) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tpplan.compat.schemas import OpOverload
+from tpplan.compiler.ir.heads import ROW_BYTES
 from tpplan.compiler.ir.trace import Geometry
 from tpplan.compiler.trace.tape import geometry_of
 
@@ -99,9 +100,10 @@ def _grouped_product(*args: Any, **keywords: Any) -> Tensor:
 def _check_alignment(tensor: Tensor) -> None:
     """What torch asks of the factors: the one of the last two dims whose entries don't lie together starts aligned."""
     stride = max(tensor.stride()[-2:])
-    if stride * tensor.itemsize % 16:
+    if stride * tensor.itemsize % ROW_BYTES:
         raise AlignmentError(
-            f"torch's product of grouped rows takes rows of a multiple of 16 bytes, not of {stride * tensor.itemsize}"
+            f"torch's product of grouped rows takes rows of a multiple of {ROW_BYTES} bytes, not of "
+            f"{stride * tensor.itemsize}"
         )
 
 
