@@ -322,7 +322,8 @@ def taken_apart(parts: Sequence[Product] | Sequence[Addend], readers: Readers) -
     for part, held in zip(parts, taken, strict=True):
         whole = held is not None and sum(held.stretches) == part.outputs
         stretches += held.stretches if held is not None and whole else (part.outputs,)
-        heads += held.heads if held is not None and whole else (None,)
+        alone = None if part.made is None or held is not None else readers.heads_of(part.made, part.made_dim)
+        heads += held.heads if held is not None and whole else (alone,)
     return replace(first, stretches=tuple(stretches), heads=tuple(heads))
 
 

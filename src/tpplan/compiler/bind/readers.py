@@ -157,6 +157,11 @@ class Readers:
         shape = self.trace.values[value].shape
         return self._follow(_Dim(value, dim % len(shape), 1), shape[dim], 0) if shape else None
 
+    def heads_of(self, value: int, dim: int) -> int | None:
+        """Into how many heads a dim of `value` is viewed, which may be joined with the batch; None if into none."""
+        shape = self.trace.values[value].shape
+        return self._heads(_Dim(value, dim % len(shape), 1), shape[dim])
+
     def _follow(self, at: _Dim, whole: int, depth: int) -> Taken | None:
         shape = self.trace.values[at.value].shape
         slices: dict[int, tuple[int, int | None]] = {}

@@ -155,11 +155,17 @@ def _in_body(counts: set[int], ranks: int) -> InBody:
 
 
 def of_body(use: Use, uneven: Mapping[Body, InBody]) -> InBody:
-    """The uneven heads of the body of a use; where another body joins them, those of as many, if all have the same."""
+    """The uneven heads of the body of a use; of a parameter beside heads, those of the body that reads it.
+
+    Where another body joins them, those of as many, if all have the same.
+    """
     held = InBody() if use.body is None else uneven.get(use.body, InBody())
     if use.taken is not None or use.beside is None or held.parts:
         return held
     count = use.beside[1]
+    own = InBody() if use.reader is None else uneven.get(use.reader, InBody())
+    if count in own.parts:
+        return InBody(0, {count: own.parts[count]})
     known = {found.parts[count] for found in uneven.values() if count in found.parts}
     return InBody(0, {count: min(known)}) if len(known) == 1 else held
 
