@@ -3,7 +3,9 @@
 The local shard of a parameter is read through autograd, so that its gradient arrives on the DTensor. Nodes written in
 Python are what this costs, so the parameters of a block share one: whichever is read first reads them all. A replicated
 parameter that is used on sharded activations gets a partial gradient; those are summed over the axis together, once a
-backward, by a single node that hands out all their local tensors at the start of the root's forward.
+backward, by a single node that hands out all their local tensors at the start of the root's forward. Under a schedule
+that computes gradients of parameters apart from those of inputs, each parameter has a node, and a sum, of its own:
+torch follows it from there to where it meets the inputs, and would run what lies between shared ones more than once.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from tpplan.compat.autograd import native_apply
 from tpplan.compat.dtensors import local_of, local_of_one_axis, make_gradient
 from tpplan.compat.modules import own_parameters
+from tpplan.compat.pipelines import splits_backward
 from tpplan.compiler.ir.layout import Layout
 from tpplan.runtime.around.recent import Ran, RecentCalls
 from tpplan.runtime.data_parallel.averaging import DataParallelError
@@ -194,6 +197,7 @@ class HandedOut:
         uncompiled: whether a region was to be compiled in a forward that is watched, and wasn't.
         recalled: the call of which a part was recomputed last.
         profiled: whether a profiler looks at the forward under way.
+        singly: whether each parameter that is handed out in it has a node of its own.
     """
 
     def __init__(self, axis: Communicator, context: CallContext | None = None) -> None:
@@ -212,6 +216,7 @@ class HandedOut:
         self.lends = False
         self.watched = False
         self.profiled = False
+        self.singly = False
         self.placed = False
         self.compiles = False
         self.uncompiled = False
@@ -230,6 +235,7 @@ class HandedOut:
         """Begin a forward: hand out the parameters whose gradients are summed, tied together by one backward node."""
         self.shards = {}
         self.begin()
+        self.singly = torch.is_grad_enabled() and splits_backward()
         if summed and torch.is_grad_enabled():
             self.add([p for p in summed if p.requires_grad], functools.partial(_apply_summed_shards, self.summing))
         forwards.opened += 1
@@ -240,10 +246,10 @@ class HandedOut:
         self.uncompiled, self.compiler, self.compiled_by = False, None, None
 
     def add(self, parameters: Sequence[Tensor], read: Callable[..., tuple[Tensor, ...]]) -> None:
-        """Hand out `parameters`, read by one node."""
-        if parameters:
-            assert self.shards is not None
-            self.shards.update(zip(map(id, parameters), read(*parameters), strict=True))
+        """Hand out `parameters`, read by one node, or each by its own."""
+        assert self.shards is not None
+        for held in zip(parameters) if self.singly else filter(None, (parameters,)):
+            self.shards.update(zip(map(id, held), read(*held), strict=True))
 
     def under_way(self) -> tuple[dict[int, Tensor] | None, int | None]:
         """What the forward under way was handed out, and its batch."""
