@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from tpplan import generation, loss
     from tpplan.api import (
         Program,
+        check_stages,
         compile_plan,
         init_weights,
         load_weights,
@@ -127,6 +128,7 @@ __all__ = [
     "__version__",
     "advise",
     "check_plan",
+    "check_stages",
     "clip_grad_norm_",
     "compile_plan",
     "estimate",
@@ -152,6 +154,7 @@ __all__ = [
 _API = frozenset(
     {
         "Program",
+        "check_stages",
         "compile_plan",
         "init_weights",
         "load_weights",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from tpplan.forecast.measurement import Measurement
 from tpplan.hf.recorded_outputs import recording_outputs
 from tpplan.initialize import init_weights
 from tpplan.parity import ParityReport, verify
-from tpplan.plan import ArgumentError, CompileError, Plan, load_plan
+from tpplan.plan import ArgumentError, CompileError, Plan, Severity, load_plan
 from tpplan.plan.taken import FLAG, RANKS, optional, takes
 from tpplan.plan.vocabulary import DEFAULT_AXIS
 from tpplan.process import make_process_changes
@@ -35,13 +35,15 @@ from tpplan.runtime.compiled.compiled_before import bare
 from tpplan.runtime.lower import lower, wrap_around
 from tpplan.runtime.parameters.distribute import MeshDistributor, device_of_mesh
 from tpplan.runtime.ranks.agreement import agree
+from tpplan.runtime.ranks.board import exchange
 from tpplan.runtime.ranks.lockstep import ranks_of
-from tpplan.served import Served, served
+from tpplan.served import Served, names_for, served
 from tpplan.taken_models import DEVICE, INPUTS, MESH, MODEL
 
 __all__ = [
     "ParityReport",
     "Program",
+    "check_stages",
     "compile_plan",
     "init_weights",
     "load_weights",
@@ -54,13 +56,15 @@ __all__ = [
 Inputs = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor | None
 
 
-@takes(model=MODEL, tp=RANKS, inputs=INPUTS, device=DEVICE)
+@takes(model=MODEL, tp=RANKS, inputs=INPUTS, device=DEVICE, partial=FLAG)
 def compile_plan(
     model: nn.Module,
     plan: AskedPlan,
     tp: int,
     inputs: Inputs = None,
     device: torch.device | str | None = None,
+    *,
+    partial: bool = False,
 ) -> Program:
     """Compile a plan for a model, without a process group or a GPU.
 
@@ -74,6 +78,9 @@ def compile_plan(
         device: where the model will run, such as `"cuda"`, which needn't be there: code that asks for the device takes
             the path that it takes on that, and the sharded model runs once on fake tensors of it. None for where its
             parameters lie.
+        partial: whether `model` may be a part of what the plan is for, such as a stage of a pipeline: rules that match
+            nothing in it say nothing then, and `check_stages` tells whether they match in another. A tensor that goes
+            to a module with `input: sequence` arrives as this rank's part; `inputs` has it whole.
 
     Returns:
         The program: what becomes of each module and parameter, every collective, and `diagnostics` with warnings.
@@ -93,7 +100,7 @@ def compile_plan(
     there = None if device is None else _device(device)
     with bare(model) as stock, recording_outputs(stock, inputs):
         loaded, notes = plan_of(plan, stock, tp, inputs)
-        inner = served(stock, loaded, tp, inputs)
+        inner = served(stock, loaded, tp, inputs, partial=partial)
         compiled = prove(Request(inner.model, inner.plan, tp, *inner.call, device=there))
         notes += () if there is None else tuple(dry_run(inner.model, compiled, *inner.call, there))
         measure = Measurement(inner.model, compiled, *inner.call)
@@ -144,7 +151,7 @@ def suggest_text(
         return found_text(stock, tp, sequence_parallel, inputs, training=training)
 
 
-@takes(model=MODEL, mesh=MESH, tp=optional(RANKS), broadcast=FLAG)
+@takes(model=MODEL, mesh=MESH, tp=optional(RANKS), broadcast=FLAG, partial=FLAG)
 def parallelize(
     model: nn.Module,
     plan: AskedPlan,
@@ -153,6 +160,7 @@ def parallelize(
     *,
     tp: int | None = None,
     broadcast: bool = True,
+    partial: bool = False,
 ) -> nn.Module:
     """Rewrite a stock model in place, so that it runs on this rank's shards.
 
@@ -168,6 +176,7 @@ def parallelize(
         tp: without a mesh, the number of ranks on the plan's axis, which divides that of the processes: the mesh is one
             of (`dp`, the plan's axis). Gradients aren't averaged over `dp`; DDP and FSDP2 do that.
         broadcast: whether all ranks take the first rank's parameters; False if they hold the same already.
+        partial: whether `model` may be a part of what the plan is for; see `compile_plan`.
 
     Returns:
         `model` itself.
@@ -184,13 +193,19 @@ def parallelize(
         ColwiseLinear(in_features=8, out_features=32, bias=True, weight=S(0), bias=S(0))
     """
     with bare(model) as stock, recording_outputs(stock, inputs, keep=True):
-        _parallelize(stock, plan, mesh, inputs, tp, broadcast)
+        _parallelize(stock, plan, mesh, inputs, tp, broadcast, partial)
     return model
 
 
 @ambience()
 def _parallelize(
-    model: nn.Module, plan: AskedPlan, mesh: DeviceMesh | None, inputs: Inputs, tp: int | None, broadcast: bool
+    model: nn.Module,
+    plan: AskedPlan,
+    mesh: DeviceMesh | None,
+    inputs: Inputs,
+    tp: int | None,
+    broadcast: bool,
+    partial: bool,
 ) -> None:
     """As `parallelize`, of a model in which nothing is compiled."""
     loaded: Plan | None = None
@@ -206,7 +221,7 @@ def _parallelize(
     if error is None:
         try:
             loaded = loaded or found_plan(model, over.size(), inputs, axis=axis_name(over))
-            inner = served(model, loaded, over.size(), inputs)
+            inner = served(model, loaded, over.size(), inputs, partial=partial)
             device = device_of_mesh(over)
             compiled = prove(Request(inner.model, inner.plan, over.size(), *inner.call, device=device))
         except Exception as raised:
@@ -223,6 +238,39 @@ def _parallelize(
     if inner.name:
         wrap_around(model, inner.name)
     make_process_changes(group)
+
+
+@takes(mesh=MESH)
+def check_stages(stages: nn.Module | Iterable[nn.Module], plan: AskedPlan, mesh: DeviceMesh | None = None) -> None:
+    """Raise if a pattern of a plan matches in none of the parts of a model.
+
+    `partial=True` lets a plan for the whole model have patterns that match nothing in one stage. Only who sees the names
+    of all stages can tell which of them match nothing at all.
+
+    Args:
+        stages: the parts that this process has, before or after `parallelize`, on any device.
+        plan: as for `parallelize`.
+        mesh: the pipeline's axis, such as `mesh["pp"]`, whose ranks must all call this; None if all parts are here.
+
+    Raises:
+        PlanError: the plan has mistakes.
+        CompileError: TP012 for each of these patterns, on all ranks.
+        ArgumentError: an argument is of another kind.
+
+    Example:
+        >>> plan = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
+        >>> tpplan.check_stages([model], plan)  # `[stage], plan, mesh["pp"]` in a pipeline
+    """
+    own = [stages] if isinstance(stages, nn.Module) else list(stages)
+    loaded, _ = known_plan(plan, own[0] if own else None)
+    group = None if mesh is None else mesh.get_group()
+    every = exchange(group, "the comparison of a plan with all stages", [names_for(stage) for stage in own])
+    named = [names for stages_there in every for names in stages_there]
+    modules, parameters = (list(dict.fromkeys(name for names in named for name in names[kind])) for kind in (0, 1))
+    found = () if loaded is None else loaded.match(modules, parameters).diagnostics
+    unmatched = [held for held in found if held.code == "TP012" and held.severity is Severity.ERROR]
+    if unmatched:
+        raise CompileError(unmatched)
 
 
 def axis_name(mesh: DeviceMesh | None) -> str:

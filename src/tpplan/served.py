@@ -58,8 +58,12 @@ class Served:
 
 
 @ambience()
-def served(model: nn.Module, plan: Plan | None, size: int, inputs: object = None, **sizes: Any) -> Served:
+def served(
+    model: nn.Module, plan: Plan | None, size: int, inputs: object = None, *, partial: bool = False, **sizes: Any
+) -> Served:
     """The model that `plan` means: `model`, or one that it only wraps; without a plan, the innermost that gets calls.
+
+    With `partial` that may be a part of what the plan is for.
 
     Raises:
         CompileError: TP111, if there are no inputs; TP160, if a call of the wrapper doesn't reach the wrapped model.
@@ -69,9 +73,21 @@ def served(model: nn.Module, plan: Plan | None, size: int, inputs: object = None
         raise CompileError(wrong)
     arguments, keywords = example_call(model, size, inputs, **sizes)
     name, own = _meant(model, Plan() if plan is None else plan)
-    if not name:
-        return Served("", model, own, arguments, keywords)
-    return Served(name, model.get_submodule(name), own, *_inner_call(model, name, arguments, keywords))
+    inner = model.get_submodule(name)
+    own = own.part(*_names_in(inner)) if partial else own
+    return Served(name, inner, own, *(_inner_call(model, name, arguments, keywords) if name else (arguments, keywords)))
+
+
+def _names_in(model: nn.Module) -> tuple[list[str], list[str]]:
+    """The names of a model's modules but its own, and of its parameters and buffers: what patterns match."""
+    modules = [str(name) for name, _ in cast("Any", model).named_modules(remove_duplicate=False) if name]
+    return modules, [name for name, _ in stored_tensors(model)]
+
+
+def names_for(model: nn.Module) -> tuple[list[str], list[str]]:
+    """The names that patterns match: as of `_names_in`, with the names that start from the models that this one wraps."""
+    held = [_names_in(inner) for inner in (model, *(inner for _, inner in wrapped_models(model)))]
+    return [n for modules, _ in held for n in modules], [n for _, parameters in held for n in parameters]
 
 
 def _meant(model: nn.Module, plan: Plan) -> tuple[str, Plan]:
@@ -79,9 +95,7 @@ def _meant(model: nn.Module, plan: Plan) -> tuple[str, Plan]:
     wrapped = list(wrapped_models(model))
     if not wrapped:
         return "", plan
-    modules = [str(name) for name, _ in cast("Any", model).named_modules(remove_duplicate=False) if name]
-    parameters = [name for name, _ in stored_tensors(model)]
-    name = plan.base_among([name for name, _ in wrapped], modules, parameters)
+    name = plan.base_among([name for name, _ in wrapped], *_names_in(model))
     if name:
         return name, plan
     outer, own = model, plan
@@ -167,4 +181,4 @@ def _unreached(model: nn.Module, name: str, why: str) -> Diagnostic:
     )
 
 
-__all__ = ["Served", "served"]
+__all__ = ["Served", "names_for", "served"]

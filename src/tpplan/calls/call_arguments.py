@@ -113,13 +113,14 @@ class _Place:
         known: what the program says of it.
         dim, count: the split dim and what a rank has of it; None of a tensor that is whole on each rank.
         dims: how many dims it has.
+        arrives: whether calls are passed parts there, whatever their size.
     """
 
-    __slots__ = ("count", "dim", "dims", "known", "number")
+    __slots__ = ("arrives", "count", "dim", "dims", "known", "number")
 
-    def __init__(self, number: int, known: LeftTensor, size: int, rank: int) -> None:
+    def __init__(self, number: int, known: LeftTensor, size: int, rank: int, arrives: bool) -> None:
         layout = known.layout
-        self.number, self.known = number, known
+        self.number, self.known, self.arrives = number, known, arrives
         self.dim, self.dims = layout.dim, len(known.shape)
         self.count = None if layout.dim is None else layout.local_size(known.shape[layout.dim], size, rank)
 
@@ -128,7 +129,7 @@ class _Place:
         if self.dim is None:  # whole on each rank; only its gradient isn't
             return tensor.dim() == self.dims and tensor.requires_grad and not tensor.is_leaf
         shape = tensor.shape
-        return len(shape) == self.dims and shape[self.dim] == self.count
+        return len(shape) == self.dims and (self.arrives or shape[self.dim] == self.count)
 
     def has_whole(self, tensor: Tensor) -> bool:
         """Whether a tensor is whole where calls leave parts; one that wants a gradient stays whole."""
@@ -140,13 +141,14 @@ class _Place:
 
 
 class LeftParts:
-    """What the calls of a model have left with their callers."""
+    """What the calls of a model have left with their callers, and the parts that they are passed from the first on."""
 
     def __init__(self, program: Program, rank: int) -> None:
         """Start with what the example leaves, of which `rank` has its part."""
         self._size = program.size
         self._rank = rank
-        self._known: dict[Path, LeftTensor] = {}
+        self._arriving = frozenset(program.arriving)
+        self._known = {path: LeftTensor(path, b.shape, b.layout) for path, b in program.arriving.items()}
         self._places: list[_Place] = []
         self._tree: dict[str | int, Any] = {}  # the places, by the steps of their paths
         self._seen: dict[tuple[int, ...], Parts] = {}
@@ -255,7 +257,8 @@ class LeftParts:
         if path not in parts or parts[path].dim is None or path not in self._known:
             return None
         dim = parts[path].dim or 0
-        return (*tensor.shape[:dim], self._known[path].shape[dim], *tensor.shape[dim + 1 :])
+        length = tensor.shape[dim] * self._size if path in self._arriving else self._known[path].shape[dim]
+        return (*tensor.shape[:dim], length, *tensor.shape[dim + 1 :])
 
     def note(self, program: Program, told: bool) -> None:
         """Remember what calls leave; if nobody has been told of it, tell the caller once."""
@@ -281,7 +284,10 @@ class LeftParts:
         """Lay the places out by the steps of their paths."""
         self._seen.clear()
         self._tree.clear()
-        self._places = [_Place(i, held, self._size, self._rank) for i, held in enumerate(self._known.values())]
+        self._places = [
+            _Place(i, held, self._size, self._rank, path in self._arriving)
+            for i, (path, held) in enumerate(self._known.items())
+        ]
         for place in self._places:
             below, path = self._tree, place.known.path
             for step in path[:-1]:

@@ -57,6 +57,7 @@ from tpplan.compat.pipelines import wants_shapes_alone
 from tpplan.compat.tensors import buffer_versions
 from tpplan.compiler.cover import Cover, NotCoveredError, Subject, cover
 from tpplan.compiler.explain.failed_captures import models_own
+from tpplan.compiler.ir.arrivals import call_on_rank
 from tpplan.compiler.ir.hidden import hidden_tensors
 from tpplan.compiler.ir.kept_tensors import WrapperError, is_wrapper
 from tpplan.compiler.ir.locations import Location
@@ -162,13 +163,14 @@ class CallGuard:
         self._ran: CallKey | None = None
         self._rank = rank if axis is None else axis.rank
         self._left = LeftParts(program, self._rank)
+        own = call_on_rank(program, self._rank, arguments, keywords, self._names)
         always = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
         self._lockstep = axis if isinstance(axis, LockstepCommunicator) else None
         first = {id(module): name for name, module in reversed(named_modules(stock, remove_duplicate=False))}
         names = {name: first[id(module)] for name, module in named_modules(stock, remove_duplicate=False)}
         self._paths = Paths(self._rank, always, names)
         self._steering = Steering()
-        key = self._key(DecidedCall(program.training, tuple(arguments), dict(keywords), Parts()))
+        key = self._key(DecidedCall(program.training, *own, self._left.parts_of(*own, self._names)))
         key = self._steering.note(key, compiled.facts)
         subject = None if compiled.subject is None else compiled.subject.of(stock)
         self._proofs.cover(key, self.main, compiled, subject)
@@ -746,6 +748,13 @@ class CallGuard:
     # -- whole sequences ------------------------------------------------------------------------------------------
     def _with_whole_sequences(self) -> Proof:
         """The proof of the example with all sequences whole, compiled when it's first asked for."""
+        main = self.main.program
+        if self.main.plan.is_part and (main.arriving or main.hands_on):
+            raise UnevenShardError.of(
+                "TP118",
+                f"{_UNEVEN}, and the parts of the model before this one and after it share it as well",
+                help=f"pad the sequence to a multiple of {main.size}, or remove `input: sequence` and `output: sequence`",
+            )
         if self._whole is None:
             self._whole = self._compile_whole()
             self._proofs.add(self._whole)

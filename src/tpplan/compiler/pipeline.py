@@ -18,6 +18,7 @@ import torch
 from tpplan.ambience import ambience
 from tpplan.compat.modes import without_inference_kernels
 from tpplan.compat.modules import named_modules
+from tpplan.compiler.bind.arriving_parts import arriving_parts
 from tpplan.compiler.bind.bind import Binding, bind_parameters, bind_rules, once, unlike_layers
 from tpplan.compiler.bind.expert_groups import pack_in_groups
 from tpplan.compiler.bind.lookers import lookers, not_looked_up
@@ -207,6 +208,8 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
         members = bases_among(request.model, wrappers, unwrapped[2])
         unwrapped = unwrap(request.model, flow, binding, members)
     binding, unwrapped, members = unwrapped
+    if request.plan.is_part:
+        request = replace(request, parts=arriving_parts(trace, binding, request.size) | dict(request.parts))
     findings = [*findings, *unwrapped]
     unpacked = pack_in_groups(request.model, flow, binding, request.size, request.partly)
     unseen = {finding.subject or "" for finding in unpacked.findings}
@@ -273,7 +276,7 @@ def _device_of(request: Request) -> torch.device:
 
 
 def _subject(problem: Problem, placed: Placed, program: Program) -> Subject | None:
-    if problem.trace.numbers.facts is not None:
+    if problem.trace.numbers.facts is not None or program.arriving:
         return None
     learned = placed.learned
     return Subject(placed.to_check(problem), learned.attributes, learned.recorded, program.sequence_dims)
@@ -306,8 +309,8 @@ def _program(problem: Problem, placed: Placed, notes: Sequence[Diagnostic], aske
             modules, request.plan, flow, binding, placed.assignment, placed.instance, frozenset(learned.recorded)
         )
     )
-    findings += [] if request.partly else unused_kernels(request.plan, kernels, request.device)
-    findings += [] if request.partly else unused_rules(request.plan, flow.trace)
+    if not (request.partly or request.plan.is_part):
+        findings += [*unused_kernels(request.plan, kernels, request.device), *unused_rules(request.plan, flow.trace)]
     findings += bounded(placed.instance, placed.cut)
     findings += [*notes, *_recorded_findings(binding, learned.recorded, placed.assignment)]
     program = emit(

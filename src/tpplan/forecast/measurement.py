@@ -27,6 +27,7 @@ from tpplan.compat.autograd import node_number, saved_tensors_of, without_packin
 from tpplan.compat.modes import Unwatched
 from tpplan.compat.modules import named_modules
 from tpplan.compat.tensors import storage_key
+from tpplan.compiler.ir.arrivals import call_on_rank
 from tpplan.compiler.ir.locations import Location
 from tpplan.compiler.ir.observations import CaptureSettings
 from tpplan.compiler.ir.overlaps import Overlap
@@ -293,6 +294,7 @@ def _run(
         skeleton, axis = make_skeleton(model).model.train(program.training), ShapeCommunicator(1, 0)
     else:
         skeleton, axis = lowered_on_shapes(model, program, rank)
+        call = call_on_rank(program, rank, *call, names)
     stream = compiled.streams[rank or 0]
     lists = _lists(skeleton)
     tally = Tally(_times(stream), frozenset(lists))

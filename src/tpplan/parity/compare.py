@@ -185,7 +185,10 @@ def _input_gradients(reference: UnshardedRun, ranks: Sequence[RankResult], toler
     for name, whole in seen.input_gradients.items():
         parts = [rank.seen.input_gradients.get(name) for rank in ranks]
         scale = max(magnitude(whole), least)
-        errors = [relative_error(whole, torch.zeros_like(whole) if part is None else part, scale) for part in parts]
+        present = [torch.zeros_like(whole) if part is None else part for part in parts]
+        arrived = all(part.shape != whole.shape for part in present)
+        together = next(joined(present, tuple(whole.shape)), None) if arrived else None
+        errors = [relative_error(whole, part, scale) for part in (present if together is None else [together])]
         yield TensorParity(f"inputs.{name}", max(errors), tolerance)
 
 

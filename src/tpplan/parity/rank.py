@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.compat.propagator import fake_mesh
+from tpplan.compiler.ir.arrivals import call_on_rank
 from tpplan.compiler.ir.layout import Pack
 from tpplan.compiler.ir.program import Program
+from tpplan.compiler.trace.signatures import argument_names
 from tpplan.parity.call import Call
 from tpplan.parity.materialise import copy_structure
 from tpplan.parity.measure import split_dim
@@ -75,7 +77,8 @@ def run_rank(
         whole = cotangents.get(name)
         return None if whole is None else part_of(whole, tuple(output.shape), axis)
 
-    return RankResult(observe(own, call, cotangent), axis.counts)
+    passed = call_on_rank(program, axis.rank, call.arguments, call.keywords, argument_names(type(model).forward))
+    return RankResult(observe(own, Call(*passed), cotangent), axis.counts)
 
 
 def part_of(whole: Tensor, shape: tuple[int, ...], axis: Communicator) -> Tensor | None:

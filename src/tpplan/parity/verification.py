@@ -41,7 +41,7 @@ Progress = Callable[[str], None]
 
 
 @ambience()
-@takes(model=MODEL, tp=RANKS, inputs=INPUTS, processes=FLAG, dtype=DTYPE)
+@takes(model=MODEL, tp=RANKS, inputs=INPUTS, processes=FLAG, dtype=DTYPE, partial=FLAG)
 def verify(
     model: nn.Module,
     plan: AskedPlan,
@@ -53,6 +53,7 @@ def verify(
     seed: int = 0,
     timeout: float = TIMEOUT,
     progress: Progress | None = None,
+    partial: bool = False,
 ) -> ParityReport:
     """Compare a sharded model with the unsharded one: outputs, every gradient, and where they first part.
 
@@ -72,6 +73,7 @@ def verify(
         timeout: seconds after which a rank that keeps the others waiting is given up on; with `processes`, seconds for
             the whole of the sharded run.
         progress: called with a few words at the start of each stage.
+        partial: whether `model` may be a part of what the plan is for; see `compile_plan`.
 
     Returns:
         The report; `report.ok` says whether all is well, `report.first_divergence` names a module if it isn't.
@@ -89,7 +91,7 @@ def verify(
         True
     """
     with recording_outputs(model, inputs):
-        return _verified(model, plan, tp, inputs, processes, dtype, seed, timeout, progress)
+        return _verified(model, plan, tp, inputs, processes, dtype, seed, timeout, progress, partial)
 
 
 def _verified(
@@ -102,9 +104,10 @@ def _verified(
     seed: int,
     timeout: float,
     progress: Progress | None,
+    partial: bool,
 ) -> ParityReport:
     loaded, _ = plan_of(plan, model, tp, inputs)
-    inner = served(model, loaded, tp, inputs)
+    inner = served(model, loaded, tp, inputs, partial=partial)
     model, loaded, arguments, keywords = inner.model, inner.plan, inner.arguments, inner.keywords
     _tell(progress, f"compiling {loaded.name or 'the plan'} for {type(model).__name__} at tp={tp}")
     request = Request(model, loaded, tp, arguments, keywords, device=torch.device("cpu"))

@@ -38,6 +38,7 @@ class Plan:
         recompute_gather: whether the backward gathers the inputs of split layers again, and the forward keeps parts.
         option_spans: the tokens of the values of `overlap` and `recompute_gather`, by option.
         sources: the files that it was read from, the outermost first.
+        is_part: whether it is what a plan for a model says of a part of that, such as a stage of a pipeline.
     """
 
     version: int = PLAN_VERSION
@@ -51,6 +52,7 @@ class Plan:
     recompute_gather: bool = False
     option_spans: Mapping[str, Span] = field(default_factory=dict[str, Span], compare=False, repr=False)
     sources: tuple[str, ...] = field(default=(), compare=False)
+    is_part: bool = False
 
     def match(self, module_names: Iterable[str], parameter_names: Iterable[str] = ()) -> Matched:
         """Bind the rules to modules, and those that match none to parameters; the most specific one wins on each."""
@@ -80,6 +82,12 @@ class Plan:
             rules=tuple(replace(rule, pattern=p) for rule, p in rules if p is not None),
             kernels=tuple(replace(rule, pattern=p) for rule, p in kernels),
         )
+
+    def part(self, module_names: Sequence[str], parameter_names: Sequence[str]) -> Plan:
+        """What the plan says of a part of the model: without patterns that match none of these names."""
+        rules = matching_rules(self.rules, [*module_names, *parameter_names])
+        kernels = [rule for rule in self.kernels if rule.pattern is None or any(map(rule.pattern.matches, module_names))]
+        return replace(self, rules=tuple(rules), kernels=tuple(kernels), is_part=True)
 
     def kernel_choice(self, kind: KernelKind | str, module_name: str = "") -> KernelChoice:
         """The choice for `kind` in a module, which is `auto` unless the plan says otherwise."""

@@ -21,6 +21,7 @@ from tpplan.compat.dynamo import nothing_compiled
 from tpplan.compat.fakes import NEEDS_NUMBERS, fake_tensors
 from tpplan.compat.modes import TorchDispatchMode
 from tpplan.compat.trees import flattened_tree, rebuilt_tree
+from tpplan.compiler.ir.arrivals import call_on_rank
 from tpplan.compiler.ir.pytree import with_tensors
 from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.trace.signatures import argument_names
@@ -71,7 +72,8 @@ def dry_run(
         with fake_tensors(), nothing_compiled():
             skeleton, _ = lowered_on_shapes(model, compiled.program, rank, device)
             try:
-                _run(skeleton, example, device)
+                own = call_on_rank(compiled.program, rank, *example)
+                _run(skeleton, (*own, example[2]), device)
             except NEEDS_NUMBERS:
                 return [_note("it reads the numbers of a tensor", "nothing is wrong; run it on such a device", device)]
             except Exception as error:

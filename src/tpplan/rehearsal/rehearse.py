@@ -28,6 +28,7 @@ from tpplan.ambience import ambience
 from tpplan.compat.autograd import native_apply, runs_backward, without_packing
 from tpplan.compat.modules import named_modules
 from tpplan.compat.propagator import fake_mesh
+from tpplan.compiler.ir.arrivals import call_on_rank
 from tpplan.compiler.ir.kept_tensors import is_wrapper, wrapper_on_meta
 from tpplan.compiler.ir.layout import Pack, all_reduce_of
 from tpplan.compiler.ir.observations import CaptureSettings
@@ -174,7 +175,8 @@ def _rehearse(model: nn.Module, compiled: Compiled, example: _Call, names: Seque
     standing = stand_in(skeleton, compiled.streams[rank])
     around = Surroundings(skeleton)
     try:
-        error = _differentiated(skeleton, compiled, example, names)
+        own = call_on_rank(program, rank, *example, names)
+        error = _differentiated(skeleton, compiled, own, names)
         if isinstance(error, AlignmentError):
             raise error
         if error is not None and _differentiable(model, compiled, example, names):

@@ -521,7 +521,23 @@ class Program:
         lengths = self.sequence_lengths
         if not lengths:
             return {}
-        return {i.path: tuple(d for d, n in enumerate(i.shape) if d and n in lengths) for i in self.inputs}
+        arriving = self.arriving  # ranks share these already
+        return {
+            i.path: () if i.path in arriving else tuple(d for d, n in enumerate(i.shape) if d and n in lengths)
+            for i in self.inputs
+        }
+
+    @property
+    def arriving(self) -> dict[tuple[str | int, ...], Boundary]:
+        """The tensors of which a rank is passed its part, by path."""
+        held = self.boundaries.get("", ())
+        return {boundary.path: boundary for boundary in held if boundary.inward and boundary.layout.is_sharded}
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether a rank returns its part of a sequence."""
+        held = self.boundaries.get("", ())
+        return any(not boundary.inward and splits_sequence(boundary.layout, boundary.shape) for boundary in held)
 
     @property
     def feature_reshards(self) -> frozenset[object]:

@@ -1,0 +1,287 @@
+"""Stages of pipelines by one plan for the whole model: each schedule, and what stages hand on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import tpplan
+from tests.runtime.pipelines import (
+    BATCH,
+    HANDED_ON,
+    HIDDEN,
+    LENGTH,
+    MICRO,
+    PLAIN,
+    SEQUENCE,
+    cut,
+    example,
+    loss,
+    made,
+    whole,
+    words,
+)
+from tests.runtime.world import Member, world
+
+PLANS = {"plain": PLAIN, "sequence": SEQUENCE, "handed on": HANDED_ON}
+SCHEDULES = (
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
+
+
+def planned(rules: Mapping[str, Any]) -> dict[str, Any]:
+    return {"version": 1, "modules": dict(rules)}
+
+
+def places(kind: Any, rank: int) -> list[int]:
+    """The stages of a rank, of four or of two."""
+    from torch.distributed.pipelining import schedules
+
+    if not issubclass(kind, schedules.PipelineScheduleMulti):
+        return [rank]
+    folded = kind in (schedules.ScheduleZBVZeroBubble, schedules.ScheduleDualPipeV)
+    return [rank, 3 - rank] if folded else [rank, rank + 2]
+
+
+class Sent:
+    """The bytes that stages send to each other."""
+
+    def __init__(self) -> None:
+        self.bytes: Counter[str] = Counter()
+
+    def __enter__(self) -> Sent:
+        from torch.distributed.pipelining.stage import PipelineStage
+
+        self._patches = [
+            mock.patch.object(PipelineStage, name, self._counting(name, getattr(PipelineStage, name)))
+            for name in ("get_fwd_send_ops", "get_bwd_send_ops")
+        ]
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+    def _counting(self, name: str, method: Any) -> Any:
+        def call(stage: Any, chunk: int) -> Any:
+            ops = method(stage, chunk)
+            self.bytes[name] += sum(op.tensor.nbytes for op in ops)
+            return ops
+
+        return call
+
+
+def stepped(
+    member: Member, schedule: str, rules: Mapping[str, Any], recomputes: bool = False, frozen: bool = False
+) -> tuple[float, dict[str, int]]:
+    """Two steps of a pipeline: how far losses and gradients are from the unsharded model's, and what was sent."""
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    mesh = member.mesh(2, 2, names=("pp", "tp"))
+    kind: Any = schedules.get_schedule_class(schedule)
+    own = places(kind, mesh["pp"].get_local_rank())
+    count = 2 * len(own)
+    stock = made(recomputes=recomputes)
+    if frozen:
+        for name, parameter in stock.named_parameters():
+            parameter.requires_grad_(not name.startswith(("embed", "layers.0")))
+    models = {place: cut(stock, place, count) for place in own}
+    for place, model in models.items():
+        tpplan.parallelize(model, planned(rules), mesh["tp"], (example(place),), partial=True)
+    tpplan.check_stages(models.values(), planned(rules), mesh["pp"])
+    group = mesh["pp"].get_group()
+    stages = [PipelineStage(m, place, count, torch.device("cpu"), group=group) for place, m in models.items()]
+    runner = kind(stages if len(own) > 1 else stages[0], MICRO, loss_fn=loss)
+    error, losses = 0.0, list[Tensor]()
+    with Sent() as sent:
+        for seed in (1, 3):
+            for model in models.values():
+                model.zero_grad()
+            arguments = (words(seed),) if 0 in own else ()
+            last = {"target": words(seed + 1), "losses": losses} if count - 1 in own else {}
+            runner.step(*arguments, **last)
+            expected, gradients = whole(stock, seed)
+            if last:
+                error = max(error, abs(float(torch.stack(losses[-MICRO:]).detach().mean()) - expected))
+            for model in models.values():
+                for name, parameter in model.named_parameters():
+                    assert (parameter.grad is None) == (name not in gradients), name
+                    if parameter.grad is not None:
+                        found: Any = parameter.grad
+                        error = max(error, float((found.full_tensor() - gradients[name]).abs().max()))
+    return error, dict(sent.bytes)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("rules", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_of_a_pipeline_is_the_unsharded_models(schedule: str, rules: Mapping[str, Any]) -> None:
+    assert max(error for error, _ in world(4).run(stepped, schedule, rules)) < 1e-12
+
+
+@pytest.mark.processes
+def test_a_stage_that_hands_its_part_on_sends_as_many_bytes_less_as_there_are_ranks() -> None:
+    stream = 2 * BATCH * LENGTH * HIDDEN * 8  # of two steps, of one rank of `tp`
+    (_, whole_first), *_, (_, whole_last) = world(4).run(stepped, "1F1B", SEQUENCE)
+    (_, part_first), *_, (_, part_last) = world(4).run(stepped, "1F1B", HANDED_ON)
+    assert whole_first["get_fwd_send_ops"] == whole_last["get_bwd_send_ops"] == stream
+    assert part_first["get_fwd_send_ops"] == part_last["get_bwd_send_ops"] == stream // 2
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("schedule", "recomputes", "frozen"),
+    [("1F1B", True, False), ("InterleavedZeroBubble", True, False), ("Interleaved1F1B", False, True)],
+)  # torch's zero-bubble schedules give a stage without gradients of its input none of its weights
+def test_so_is_one_of_recomputed_layers_or_frozen_first_stages(schedule: str, recomputes: bool, frozen: bool) -> None:
+    assert max(error for error, _ in world(4).run(stepped, schedule, HANDED_ON, recomputes, frozen)) < 1e-12
+
+
+def tied(member: Member, rules: Mapping[str, Any]) -> float:
+    """The error of the gradient of a table that the first stage looks up in, and the last multiplies by."""
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    mesh = member.mesh(2, 2, names=("pp", "tp"))
+    place, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
+    stock = made()
+    assert stock.embed is not None and stock.head is not None
+    stock.head.weight = stock.embed.weight
+    model = cut(stock, place, 2)
+    tpplan.parallelize(model, planned(rules), mesh["tp"], (example(place),), partial=True)
+    runner = Schedule1F1B(PipelineStage(model, place, 2, torch.device("cpu"), group=group), MICRO, loss_fn=loss)
+    runner.step(words(1)) if place == 0 else runner.step(target=words(2))
+    held: Any = model.embed if place == 0 else model.head
+    dist.all_reduce(held.weight.grad.to_local(), group=group)
+    _, gradients = whole(stock, 1)
+    return float((held.weight.grad.full_tensor() - gradients["embed.weight"]).abs().max())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("rules", [PLAIN, HANDED_ON], ids=["plain", "handed on"])
+def test_a_tied_tables_gradient_is_the_sum_over_the_first_and_the_last_stage(rules: Mapping[str, Any]) -> None:
+    assert max(world(4).run(tied, rules)) < 1e-12
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("rules", PLANS.values(), ids=PLANS)
+def test_each_stage_is_verified_by_itself(rules: Mapping[str, Any], place: int, tp: int) -> None:
+    stage = cut(made(layers=3), place, 3)
+    report = tpplan.verify(stage, planned(rules), tp, (example(place),), partial=True)
+    assert report.ok and report.collectives == report.predicted, report
+
+
+def test_what_a_stage_is_passed_and_hands_on_is_in_its_program() -> None:
+    def boundaries(rules: Mapping[str, Any], place: int) -> tuple[bool, bool]:
+        stage = cut(made(), place, 4)
+        program = tpplan.compile_plan(stage, planned(rules), 2, (example(place),), partial=True)
+        return bool(program.arriving), program.hands_on
+
+    assert [boundaries(HANDED_ON, place) for place in range(4)] == [(False, True), (True, True), (True, True), (True, False)]
+    assert [boundaries(SEQUENCE, place) for place in range(4)] == [(False, False)] * 4
+
+
+def test_a_whole_model_takes_the_same_plan_and_whole_tensors() -> None:
+    report = tpplan.verify(made(), planned(HANDED_ON), 2, (words(1)[:2],))
+    assert report.ok, report
+
+
+def test_a_plan_for_the_model_is_for_a_stage_only_if_that_is_said() -> None:
+    stage = cut(made(), 1, 4)
+    with pytest.raises(tpplan.CompileError, match="TP012") as caught:
+        tpplan.compile_plan(stage, planned(PLAIN), 2, (example(1),))
+    assert [held.subject for held in caught.value.diagnostics] == ["embed", "head"]
+    program = tpplan.compile_plan(stage, planned(PLAIN), 2, (example(1),), partial=True)
+    assert program.count_collectives() == {"all-reduce": 4} and not program.diagnostics
+
+
+def test_a_stage_of_which_the_plan_says_nothing_is_whole() -> None:
+    program = tpplan.compile_plan(torch.nn.LayerNorm(HIDDEN), planned(PLAIN), 2, (torch.zeros(2, 4, HIDDEN),), partial=True)
+    assert not program.count_collectives()
+
+
+MISSPELT = {**PLAIN, "layers.*.atention.o": "rowwise", "layers.9.up": "none"}
+
+
+def test_a_pattern_that_matches_in_no_stage_is_told_by_who_sees_them_all() -> None:
+    stages = [cut(made(), place, 2) for place in range(2)]
+    for place, stage in enumerate(stages):
+        tpplan.compile_plan(stage, planned(MISSPELT), 2, (example(place),), partial=True)
+    tpplan.check_stages(stages, planned(PLAIN))
+    with pytest.raises(tpplan.CompileError) as caught:
+        tpplan.check_stages(stages, planned(MISSPELT))
+    (finding,) = caught.value.diagnostics
+    assert finding.code == "TP012" and "did you mean `layers.*.attention.o`" in (finding.help or "")
+    with pytest.raises(tpplan.CompileError, match="TP012"):
+        tpplan.check_stages(stages[1], planned(PLAIN))
+
+
+def compared(member: Member) -> list[str]:
+    mesh = member.mesh(2, 2, names=("pp", "tp"))
+    stage = cut(made(), mesh["pp"].get_local_rank(), 2)
+    found: list[str] = []
+    for rules in (PLAIN, MISSPELT):
+        try:
+            tpplan.check_stages(stage, planned(rules), mesh["pp"])
+            found.append("")
+        except tpplan.CompileError as error:
+            found.append(error.diagnostics[0].code)
+    return found
+
+
+@pytest.mark.processes
+def test_on_all_ranks_of_the_pipeline() -> None:
+    assert world(4).run(compared) == [["", "TP012"]] * 4
+
+
+def called(member: Member) -> list[tuple[float, tuple[int, ...]]]:
+    """A stage called with its parts: in training, in evaluation, without gradients, and with other lengths."""
+    mesh = member.mesh()
+    stage = tpplan.parallelize(cut(made(), 1, 4), planned(HANDED_ON), mesh, (example(1),), partial=True)
+    stock = cut(made(), 1, 4)
+    found: list[tuple[float, tuple[int, ...]]] = []
+    for length, training, gradients in ((8, True, True), (8, True, True), (8, False, False), (4, True, True), (12, False, False)):
+        x = torch.randn(2, length, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
+        with torch.set_grad_enabled(gradients):
+            part = stage.train(training)(x.chunk(member.size, 1)[member.rank])
+            expected = stock.train(training)(x).chunk(member.size, 1)[member.rank]
+        found.append((float((part - expected).abs().max().detach()), tuple(part.shape)))
+    return found
+
+
+@pytest.mark.processes
+def test_a_stage_takes_parts_of_any_length_in_any_mode() -> None:
+    for found in world(2).run(called):
+        assert max(error for error, _ in found) < 1e-12
+        assert [shape[1] for _, shape in found] == [4, 4, 4, 2, 6]
+
+
+def odd(member: Member) -> str:
+    mesh = member.mesh()
+    stage = tpplan.parallelize(cut(made(), 0, 2), planned(HANDED_ON), mesh, (example(0),), partial=True)
+    try:
+        stage(torch.zeros(2, 7, dtype=torch.int64))
+    except tpplan.UnevenShardError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.processes
+def test_a_sequence_that_a_stage_cannot_hand_on_in_parts_is_refused() -> None:
+    for said in world(2).run(odd):
+        assert "TP118" in said and "pad the sequence to a multiple of 2" in said
