@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.runtime.torchrun import torchrun
+from tests.runtime.world import Member, world
 from tpplan.cli.main import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
@@ -52,3 +54,24 @@ def test_precision_is_that_of_the_unsharded_model(tmp_path: Path) -> None:
 
 def test_serving_answers_as_the_unsharded_model_does(tmp_path: Path) -> None:
     assert "5 of 5 answers are those of the unsharded model" in torchrun(FOLDER / "serve.py", 2, folder=tmp_path).stdout
+
+
+def _axes(member: Member, *axes: int) -> tuple[list[float], float, tuple[int, ...]]:
+    sys.path.insert(0, str(FOLDER))
+    import scale_out  # pyright: ignore[reportMissingImports]
+
+    return scale_out.compared(*axes)
+
+
+def test_all_axes_of_a_mesh_on_sixteen_processes() -> None:
+    ranks = world(16)
+    try:
+        for errors, again, mesh in ranks.run(_axes, 2, 2, 2, 2):
+            assert max(errors[:2]) < 1e-14 and max(errors[2], again) < 1e-10 and mesh == (4, 4)
+    finally:
+        ranks.close()
+
+
+def test_a_pipeline_of_sharded_stages(tmp_path: Path) -> None:
+    said = torchrun(FOLDER / "scale_out.py", 4, "--pp", "2", "--tp", "2", folder=tmp_path).stdout
+    assert len(re.findall(r"differ by \d\.\de-1\d at most|differ by 0\.0e\+00 at most", said)) == 4, said

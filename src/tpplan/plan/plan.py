@@ -86,7 +86,9 @@ class Plan:
     def part(self, module_names: Sequence[str], parameter_names: Sequence[str]) -> Plan:
         """What the plan says of a part of the model: without patterns that match none of these names."""
         rules = matching_rules(self.rules, [*module_names, *parameter_names])
-        kernels = [rule for rule in self.kernels if rule.pattern is None or any(map(rule.pattern.matches, module_names))]
+        kernels = [
+            rule for rule in self.kernels if rule.pattern is None or any(map(rule.pattern.matches, module_names))
+        ]
         return replace(self, rules=tuple(rules), kernels=tuple(kernels), is_part=True)
 
     def kernel_choice(self, kind: KernelKind | str, module_name: str = "") -> KernelChoice:
