@@ -244,8 +244,8 @@ def _parallelize(
 def check_stages(stages: nn.Module | Iterable[nn.Module], plan: AskedPlan, mesh: DeviceMesh | None = None) -> None:
     """Raise if a pattern of a plan matches in none of the parts of a model.
 
-    `partial=True` lets a plan for the whole model have patterns that match nothing in one stage. Only who sees the names
-    of all stages can tell which of them match nothing at all.
+    `partial=True` lets a plan for the whole model have patterns that match nothing in one stage. Only who sees the
+    names of all stages can tell which of them match nothing at all.
 
     Args:
         stages: the parts that this process has, before or after `parallelize`, on any device.

@@ -85,7 +85,7 @@ def _names_in(model: nn.Module) -> tuple[list[str], list[str]]:
 
 
 def names_for(model: nn.Module) -> tuple[list[str], list[str]]:
-    """The names that patterns match: as of `_names_in`, with the names that start from the models that this one wraps."""
+    """The names that patterns match, also of the models that this one wraps, which start from these."""
     held = [_names_in(inner) for inner in (model, *(inner for _, inner in wrapped_models(model)))]
     return [n for modules, _ in held for n in modules], [n for _, parameters in held for n in parameters]
 

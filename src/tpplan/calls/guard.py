@@ -753,7 +753,8 @@ class CallGuard:
             raise UnevenShardError.of(
                 "TP118",
                 f"{_UNEVEN}, and the parts of the model before this one and after it share it as well",
-                help=f"pad the sequence to a multiple of {main.size}, or remove `input: sequence` and `output: sequence`",
+                help=f"pad the sequence to a multiple of {main.size}, or let stages hand on whole ones, without "
+                "`input: sequence` and `output: sequence`",
             )
         if self._whole is None:
             self._whole = self._compile_whole()

@@ -27,7 +27,9 @@ def splits_backward() -> bool:
     """Whether a schedule calls a stage that computes the gradients of inputs and those of parameters apart.
 
     It then takes each parameter's gradient from the point where its path through the graph meets that of the inputs, as
-    zero-bubble schedules do. torch doesn't tell stages so: for every torch.
+    zero-bubble schedules do. Nothing tells a stage that it is called by one.
+
+    For every torch.
     """
     schedules = (frame.f_locals.get("self") for frame in _callers(_SCHEDULES))
     schedule = next((held for held in schedules if hasattr(held, "pipeline_order")), None)

@@ -188,7 +188,8 @@ def _input_gradients(reference: UnshardedRun, ranks: Sequence[RankResult], toler
         present = [torch.zeros_like(whole) if part is None else part for part in parts]
         arrived = all(part.shape != whole.shape for part in present)
         together = next(joined(present, tuple(whole.shape)), None) if arrived else None
-        errors = [relative_error(whole, part, scale) for part in (present if together is None else [together])]
+        found = present if together is None else [together]
+        errors = [relative_error(whole, part, scale) for part in found]
         yield TensorParity(f"inputs.{name}", max(errors), tolerance)
 
 
