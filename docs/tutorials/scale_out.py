@@ -4,9 +4,10 @@
     torchrun --nproc-per-node 16 docs/tutorials/scale_out.py --pp 2 --dp 2 --cp 2 --tp 2
 
 One plan for the whole model is for each stage (`partial=True`). Stages hand on their rank's part of a sequence. Over
-`dp` and `cp` FSDP2 cuts parameters and averages gradients; over `cp` ranks share a sequence, and attention sends keys and
-values around in a ring: a function of this script's, of which tpplan knows that heads may be split. Losses, gradients and
-a step are compared with those of the unsharded model; then the stages' checkpoint is loaded on another mesh.
+`dp` and `cp` FSDP2 cuts parameters and averages gradients; over `cp` ranks share a sequence, and attention sends keys
+and values around in a ring: a function of this script's, of which tpplan is told that heads may be split. Losses,
+gradients and a step are compared with those of the unsharded model; then the stages' checkpoint is loaded on another
+mesh.
 """
 
 from __future__ import annotations
@@ -47,11 +48,13 @@ class Turned(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Send it ahead."""
         ctx.group = group
         return turned(tensor, group, 1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Send its gradient back."""
         return turned(gradients[0], ctx.group, -1), None
 
 
@@ -100,10 +103,10 @@ class Layer(nn.Module):
         self.in_ring = False
 
     def forward(self, x: Tensor) -> Tensor:
+        """Run it on a rank's stretch of the sequences."""
         h = self.norm_1(x)
-        q, k, v = (
-            made.unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2) for made in (self.q(h), self.k(h), self.v(h))
-        )
+        made = (self.q(h), self.k(h), self.v(h))
+        q, k, v = (features.unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2) for features in made)
         h = ring(q, k, v) if self.in_ring else functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(h.transpose(1, 2).flatten(2))
         return x + self.down(functional.gelu(self.up(self.norm_2(x))))
@@ -120,6 +123,7 @@ class Model(nn.Module):
         self.head: nn.Module | None = nn.Linear(HIDDEN, WORDS, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Tokens, or what the stage before hands on; logits, or what this one does."""
         x = x if self.embed is None else self.embed(x)
         for layer in self.layers.values():
             x = layer(x)
@@ -216,7 +220,7 @@ def trained(pp: int, dp: int, cp: int, tp: int, layers: int) -> tuple[Model, Mod
 
 
 def loaded(folder: str, stock: Model, layers: int, mesh: DeviceMesh) -> float:
-    """How far the whole model is from the stock one, once it has read the stages' checkpoint on a mesh without stages."""
+    """How far the whole model is from the stock one, once it has read the stages' checkpoint on another mesh."""
     model = tpplan.parallelize(build(layers), PLAN, mesh["tp"], (batch(1)[0],))
     fully_shard(model, mesh=mesh["dp"])
     state = get_model_state_dict(model)

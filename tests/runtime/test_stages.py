@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import tpplan
 from tests.marking import sweep_but
@@ -273,7 +274,7 @@ def called(member: Member) -> list[tuple[float, tuple[int, ...]]]:
     stage = tpplan.parallelize(cut(made(), 1, 4), planned(HANDED_ON), mesh, (example(1),), partial=True)
     stock = cut(made(), 1, 4)
     found: list[tuple[float, tuple[int, ...]]] = []
-    for length, training, gradients in (
+    kinds = (
         (8, True, True),
         (8, True, True),
         (8, False, False),
@@ -293,6 +294,25 @@ def test_a_stage_takes_parts_of_any_length_in_any_mode() -> None:
     for found in world(2).run(called):
         assert max(error for error, _ in found) < 1e-12
         assert [shape[1] for _, shape in found] == [4, 4, 4, 2, 6]
+
+
+def counted(member: Member) -> tuple[int, int]:
+    """The collectives of a stage's forward and backward, and those that its program has."""
+    stage = tpplan.parallelize(cut(made(), 1, 4), planned(HANDED_ON), member.mesh(), (example(1),), partial=True)
+    part = example(1).detach().chunk(member.size, 1)[member.rank].requires_grad_()
+    counts: list[int] = []
+    for _ in range(2):  # the first call is proved, and compared
+        with CommDebugMode() as mode:
+            stage(part).sum().backward()
+        counts.append(mode.get_total_counts())
+    program = tpplan.compile_plan(cut(made(), 1, 4), planned(HANDED_ON), member.size, (example(1),), partial=True)
+    return counts[-1], program.count_collectives().total()
+
+
+@pytest.mark.processes
+def test_a_stage_runs_the_collectives_of_its_program() -> None:
+    for ran, predicted in world(2).run(counted):
+        assert ran == predicted == 9, (ran, predicted)
 
 
 def odd(member: Member) -> str:
