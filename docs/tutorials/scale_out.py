@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,6 +71,7 @@ def turned(tensor: Tensor, group: dist.ProcessGroup, way: int) -> Tensor:
     return received
 
 
+_turn: Callable[[Tensor, dist.ProcessGroup], Tensor] = Turned.apply  # pyright: ignore
 RING: list[dist.ProcessGroup] = []
 
 
@@ -79,7 +81,8 @@ def ring(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     (group,) = RING
     length = query.shape[2]
     place = torch.arange(length, device=query.device)
-    most, total, made = query.new_full((*query.shape[:3], 1), -math.inf), 0.0, torch.zeros_like(query)
+    most, made = query.new_full((*query.shape[:3], 1), -math.inf), torch.zeros_like(query)
+    total = torch.zeros_like(most)
     for step in range(group.size()):
         start = (group.rank() - step) % group.size() - group.rank()  # in stretches, from this rank's own
         hidden = place[None, :] + start * length > place[:, None]
@@ -88,7 +91,7 @@ def ring(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         weights, kept = (scores - larger).exp(), (most - larger).exp()
         made, total, most = made * kept + weights @ value, total * kept + weights.sum(3, keepdim=True), larger
         if step + 1 < group.size():
-            key, value = Turned.apply(key, group), Turned.apply(value, group)
+            key, value = (_turn(held, group) for held in (key, value))
     return made / total
 
 
@@ -199,7 +202,7 @@ def trained(pp: int, dp: int, cp: int, tp: int, layers: int) -> tuple[Model, Mod
     x, y = batch(1)
     losses: list[Tensor] = []
     first = () if place else (own(x),)
-    last = {"target": own(y), "losses": losses} if place == pp - 1 else {}
+    last: dict[str, Any] = {"target": own(y), "losses": losses} if place == pp - 1 else {}
     schedule.step(*first, **last)
     lost = loss_of(stock(x), y)
     lost.backward()
@@ -224,7 +227,7 @@ def loaded(folder: str, stock: Model, layers: int, mesh: DeviceMesh) -> float:
     model = tpplan.parallelize(build(layers), PLAN, mesh["tp"], (batch(1)[0],))
     fully_shard(model, mesh=mesh["dp"])
     state = get_model_state_dict(model)
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]
     set_model_state_dict(model, state)
     stocks = dict(stock.named_parameters())
     return worst([apart(p, stocks[n]) for n, p in model.named_parameters()])
@@ -241,7 +244,7 @@ def compared(pp: int, dp: int, cp: int, tp: int) -> tuple[list[float], float, tu
     stage, stock, found = trained(pp, dp, cp, tp, layers)
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
-    dcp.save(get_model_state_dict(stage), checkpoint_id=folder[0])
+    dcp.save(get_model_state_dict(stage), checkpoint_id=folder[0])  # pyright: ignore[reportPrivateImportUsage]
     ranks = min(4, dist.get_world_size())
     mesh = init_device_mesh("cpu", (dist.get_world_size() // ranks, ranks), mesh_dim_names=("dp", "tp"))
     return found, loaded(folder[0], stock, layers, mesh), tuple(mesh.shape)

@@ -280,7 +280,8 @@ def called(member: Member) -> list[tuple[float, tuple[int, ...]]]:
         (8, False, False),
         (4, True, True),
         (12, False, False),
-    ):
+    )
+    for length, training, gradients in kinds:
         x = torch.randn(2, length, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
         with torch.set_grad_enabled(gradients):
             part = stage.train(training)(x.chunk(member.size, 1)[member.rank])
