@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ from tests.runtime.pipelines import (
     MICRO,
     PLAIN,
     SEQUENCE,
+    Attention,
+    Block,
     cut,
     example,
     loss,
@@ -218,6 +221,13 @@ def test_a_whole_model_takes_the_same_plan_and_whole_tensors() -> None:
     assert report.ok, report
 
 
+def test_pins_of_a_plan_for_a_whole_model_split_what_arrives_whole() -> None:
+    rules = {name: rule for name, rule in HANDED_ON.items() if name.startswith("layers")}
+    stage, x = cut(made(), 1, 4), example(1)
+    assert not tpplan.compile_plan(stage, planned(rules), 2, (x,)).arriving
+    assert tpplan.verify(stage, planned(rules), 2, (x,)).ok
+
+
 def test_a_plan_for_the_model_is_for_a_stage_only_if_that_is_said() -> None:
     stage = cut(made(), 1, 4)
     with pytest.raises(tpplan.CompileError, match="TP012") as caught:
@@ -295,6 +305,45 @@ def test_a_stage_takes_parts_of_any_length_in_any_mode() -> None:
     for found in world(2).run(called):
         assert max(error for error, _ in found) < 1e-12
         assert [shape[1] for _, shape in found] == [4, 4, 4, 2, 6]
+
+
+class Branching(Attention):
+    """Does something else with short sequences, which it sees whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.shape[1] > 6 else super().forward(2 * x)
+
+
+class Misled(Block):
+    """Does something else with short sequences, and takes a rank's part for one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.shape[1] > 3 else super().forward(x) + 1
+
+
+def with_lengths(member: Member) -> list[float]:
+    """The errors of calls of stages that branch on the length that they see."""
+    errors: list[float] = []
+    for kind in (Branching, Misled):
+        torch.manual_seed(0)
+        stock = cut(made(), 1, 4)
+        if kind is Misled:
+            stock.layers["1"] = Misled().double()
+        else:
+            stock.layers["1"].attention = Branching().double()
+        stage = copy.deepcopy(stock)
+        tpplan.parallelize(stage, planned(HANDED_ON), member.mesh(), (example(1),), partial=True)
+        for length in (8, 4, 8, 4):
+            x = torch.randn(2, length, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
+            part, expected = stage(x.chunk(member.size, 1)[member.rank]), stock(x).chunk(member.size, 1)[member.rank]
+            errors.append(float((part - expected).detach().abs().max()))
+    return errors
+
+
+@pytest.mark.processes
+def test_a_part_of_another_length_is_proved_as_a_part_of_that() -> None:
+    for errors in world(2).run(with_lengths):
+        assert max(errors) < 1e-12, errors
 
 
 def counted(member: Member) -> tuple[int, int]:
