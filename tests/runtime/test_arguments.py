@@ -98,5 +98,6 @@ def test_a_list_and_one_tensor_are_calls_as_well() -> None:
 
 
 def test_signatures_are_shown_as_they_were_written() -> None:
-    assert list(inspect.signature(tpplan.compile_plan).parameters) == ["model", "plan", "tp", "inputs", "device"]
+    names = ["model", "plan", "tp", "inputs", "device", "partial"]
+    assert list(inspect.signature(tpplan.compile_plan).parameters) == names
     assert tpplan.compile_plan.__name__ == "compile_plan" and tpplan.compile_plan.__doc__
