@@ -14,7 +14,7 @@ from tpplan.cost.work import COLLECTIVE
 
 MODELS = {"8B": (4096, 14336, 32, 8), "70B": (8192, 28672, 64, 8), "405B": (16384, 53248, 128, 8)}
 SIZE, ROWS = 8, 8192
-UNITS = {"llama-sequence": ["gather_linear", "linear_reduce"], "llama": ["weight_gradient"]}
+PLANS = ("llama-sequence", "llama")
 
 
 def rows() -> list[tuple[str, ...]]:
@@ -31,8 +31,8 @@ def rows() -> list[tuple[str, ...]]:
         with torch.device("meta"):
             model = LlamaForCausalLM(config).bfloat16()
         ids = torch.zeros(1, ROWS, dtype=torch.long, device="meta")
-        for plan, units in UNITS.items():
-            asked = {**tpplan.load_plan(plan).to_dict(), "overlap": units}
+        for plan in PLANS:
+            asked = {**tpplan.load_plan(plan).to_dict(), "overlap": "auto"}
             program = tpplan.compile_plan(model, asked, SIZE, {"input_ids": ids, "labels": ids})
             hiding = Hiding.of(program, Rates(cluster, kept=cluster.sustained))
             assert program.measure is not None

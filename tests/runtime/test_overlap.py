@@ -28,6 +28,7 @@ from tpplan.compat.modules import own_parameters
 from tpplan.compiler.ir.program import Program
 from tpplan.cost.cluster import cluster_of
 from tpplan.cost.hiding import LinearPart, Rates, schedules
+from tpplan.cost.link_times import Group
 from tpplan.cost.traffic import module_traffic, placement_time
 from tpplan.plan import OverlapUnit, load_plan
 from tpplan.report.program_page import render_program
@@ -184,13 +185,18 @@ def _compiled(modules: dict[str, Any], **options: Any) -> Program:
     [
         (WHOLE, {"overlap": "none"}, []),
         (WHOLE, {"overlap": []}, []),
-        (WHOLE, {"overlap": "auto"}, [("weight_gradient", ("mlp.up", "mlp.gate"))]),
+        (
+            WHOLE,
+            {"overlap": "auto"},
+            [("weight_gradient", ("mlp.up", "mlp.gate")), ("linear_reduce", ("mlp.down",))],
+        ),
+        (WHOLE, {"overlap": ["linear_reduce"]}, [("linear_reduce", ("mlp.down",))]),
         (SPLIT, {"overlap": "auto"}, [("gather_linear", ("mlp.up", "mlp.gate")), ("linear_reduce", ("mlp.down",))]),
         (SPLIT, {"overlap": ["linear_reduce"]}, [("linear_reduce", ("mlp.down",))]),
         (
             {**WHOLE, "mlp.up": {"style": "colwise", "overlap": "none"}},
             {"overlap": "auto"},
-            [("weight_gradient", ("mlp.gate",))],
+            [("weight_gradient", ("mlp.gate",)), ("linear_reduce", ("mlp.down",))],
         ),
         (
             {**SPLIT, "mlp.down": {"style": "rowwise", "overlap": ["linear_reduce"]}},
@@ -216,7 +222,9 @@ def test_a_plan_says_what_is_overlapped(modules: Any, options: Any, expected: li
     ("modules", "options", "message"),
     [
         (WHOLE, {"overlap": ["gather_linear"]}, "no all-gather stands before linear layers"),
-        (WHOLE, {"overlap": ["linear_reduce"]}, "no linear layer's result is summed by a reduce-scatter"),
+        ({"mlp.up": "colwise"}, {"overlap": ["linear_reduce"]}, "no linear layer's result is summed where"),
+        (WHOLE, {"chunks": 4}, "no layer's product is made in parts"),
+        (WHOLE, {"overlap": ["weight_gradient"], "chunks": 4}, "no layer's product is made in parts"),
         (SPLIT, {"overlap": ["weight_gradient"]}, "no all-reduce stands behind"),
         (WHOLE, {"overlap": ["weight_gradient", "half_batches"]}, "halves of a batch aren't computed in turns"),
         (WHOLE, {"recompute_gather": True}, "no all-gather stands before linear layers"),
@@ -224,9 +232,10 @@ def test_a_plan_says_what_is_overlapped(modules: Any, options: Any, expected: li
 )
 def test_what_cannot_be_had_is_told_with_its_reason(modules: Any, options: Any, message: str) -> None:
     plan = load_plan(json.dumps({"version": 1, "modules": modules, **options}, indent=1))
-    (found,) = tpplan.compile_plan(Normed(), plan, 2, torch.randn(2, 8, 8, requires_grad=True)).diagnostics
-    assert found.code == "TP152" and message in found.message and found.help
-    assert found.span is not None and found.span.start.line > 6  # of the option, below the rules
+    every = tpplan.compile_plan(Normed(), plan, 2, torch.randn(2, 8, 8, requires_grad=True)).diagnostics
+    (found,) = [diagnostic for diagnostic in every if diagnostic.code == "TP152"]
+    assert message in found.message and found.help
+    assert found.span is not None and found.span.start.line > 4  # of the option, below the rules
 
 
 @pytest.mark.parametrize(
@@ -238,6 +247,9 @@ def test_what_cannot_be_had_is_told_with_its_reason(modules: Any, options: Any, 
         ({"overlap": {"a": 1}}, "TP004"),
         ({"overlap": "gather_linear"}, "TP004"),
         ({"recompute_gather": "yes"}, "TP004"),
+        ({"chunks": 1}, "TP004"),
+        ({"chunks": "4"}, "TP004"),
+        ({"chunks": True}, "TP004"),
         ({"modules": {"mlp.norm": {"style": "sequence", "overlap": "auto"}}}, "TP020"),
     ],
 )
@@ -250,7 +262,7 @@ def test_mistakes_are_told(options: dict[str, Any], code: str) -> None:
 def test_a_plan_is_written_as_it_was_read() -> None:
     rules = {**WHOLE, "mlp.up": {"style": "colwise", "overlap": ["weight_gradient"]}}
     for overlap in ("auto", ["gather_linear", "linear_reduce"]):
-        plan = load_plan({"version": 1, "modules": rules, "overlap": overlap, "recompute_gather": True})
+        plan = load_plan({"version": 1, "modules": rules, "overlap": overlap, "chunks": 4, "recompute_gather": True})
         assert load_plan(plan.to_dict()) == plan == load_plan(plan.to_yaml())
 
 
@@ -264,7 +276,7 @@ class Halved(nn.Linear):
 def test_a_layer_whose_own_code_does_more_is_left_out() -> None:
     model = Normed()
     model.mlp.gate = Halved(8, 16)
-    plan = {"version": 1, "modules": WHOLE, "overlap": "auto"}
+    plan = {"version": 1, "modules": WHOLE, "overlap": ["weight_gradient"]}
     x = torch.randn(2, 8, 8, requires_grad=True)
     assert [overlap.linears for overlap in tpplan.compile_plan(model, plan, 2, x).overlaps] == [("mlp.up",)]
     assert tpplan.verify(model, plan, 2, x).ok
@@ -311,7 +323,35 @@ def test_what_an_exchange_hides(rows: int, groups: tuple[int, ...], alone: float
 
 def test_all_groupings_are_of_all_parts() -> None:
     for size in (2, 3, 4, 6, 8):
-        assert all(sum(groups) == size and 1 <= grouped <= 3 for groups, grouped in schedules(size, 3))
+        for chunks in (None, 2, 3, 8):
+            ways = list(schedules(size, 3, chunks))
+            assert all(sum(groups) == size and 1 <= grouped <= 3 for groups, grouped in ways)
+            assert chunks is None or {len(groups) for groups, _ in ways} == {min(chunks, size)}
+
+
+@pytest.mark.parametrize(("number", "size"), [(3, 2), (4, 4)])
+def test_a_plan_says_of_how_many_products_layers_are(number: int, size: int) -> None:
+    plan = {"version": 1, "modules": WHOLE, "overlap": ["linear_reduce"], "chunks": number}
+    x = torch.randn(2, 8, 8, requires_grad=True)
+    program = tpplan.compile_plan(Normed(), plan, size, x)
+    assert [overlap.groups for overlap in program.overlaps] == [(1,) * number]
+    assert program.count_collectives(backward=False) == Counter({"all-reduce": number})
+    split = tpplan.compile_plan(Normed(), {**plan, "modules": SPLIT, "overlap": "auto"}, size, x)
+    assert {len(overlap.groups) for overlap in split.overlaps} == {min(number, size)}
+
+
+@pytest.mark.parametrize(("product", "parts", "hidden"), [(1.0, 4, 3.0), (0.1, 4, 0.3), (1.0, 1, 0.0)])
+def test_what_a_sum_in_parts_hides(product: float, parts: int, hidden: float) -> None:
+    """Of a sum that takes as long as four products of a part, or 40: all but the last, or what is computed."""
+
+    class Timed(Proportional):
+        def products(self, layers: Iterable[LinearPart], rows: int) -> float:
+            return rows * product / 64
+
+    cluster, layers, rows = cluster_of("h100"), [(1, 1, "float32", 1)], 64 * parts
+    free = replace(cluster, latency={"all-reduce": (0.0,) * 3}, efficiency={"all-reduce": (1.0,) * 3}, link=64.0)
+    found = Timed(free).summed(layers, rows, (1,) * parts, Group(2))
+    assert found == pytest.approx(hidden)
 
 
 def wide_llama() -> nn.Module:
@@ -387,7 +427,7 @@ class Products(TorchDispatchMode):
         self.events = events
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func) in ("aten.mm.default", "aten.addmm.default", "aten.bmm.default"):
+        if str(func) in ("aten.mm.default", "aten.mm.out", "aten.addmm.default", "aten.bmm.default"):
             self.events.append("product")
         return func(*args, **(kwargs or {}))
 
@@ -432,6 +472,23 @@ def test_terms_are_sent_before_the_last_is_made_and_waited_for_after_it() -> Non
     with Products(axis.events):
         made.sum().backward()
     assert _shown(axis.events) == ">p.pp"
+
+
+def test_rows_are_summed_while_others_are_made() -> None:
+    axis = Noted()
+    layer = Scattered(axis, None, False, 0, (1, 1, 1))
+    x, weight = torch.randn(1, 4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    with Products(axis.events):
+        made = layer(x, weight)
+    assert made is not None and _shown(axis.events) == "p(reduce)p(reduce)p(reduce)..."
+    torch.testing.assert_close(made, 2 * x @ weight.t())
+    axis.events.clear()
+    with Products(axis.events):
+        made.sum().backward()
+    assert _shown(axis.events) == "pp"
+    assert layer(x[:, :2], weight) is None  # fewer rows than parts
+    axis.one_shot = 4 * 4 * 4
+    assert layer(x, weight) is None  # ranks sum that in one step
 
 
 def _shown(events: list[str]) -> str:
@@ -556,7 +613,7 @@ USES: list[Callable[..., list[Tensor]]] = [
     [
         {"overlap": ["gather_linear", "linear_reduce"]},
         {"overlap": ["gather_linear", "linear_reduce"], "recompute_gather": True},
-        {"overlap": ["weight_gradient"]},
+        {"overlap": ["weight_gradient", "linear_reduce"], "chunks": 3},
     ],
 )
 def test_unusual_calls_compute_the_same(options: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ out: `Overlap`s, the modules with what is gathered again, and TP152 for what the
                                                                       backward: the reduce-scatter, while dW is computed
     linear_reduce     a reduce-scatter of a linear layer's result     the sum travels while the next part is multiplied;
                                                                       backward: the all-gather, likewise
+                      an all-reduce of it                             likewise; nothing in the backward
     weight_gradient   an all-reduce of the gradient of an input       while dW is computed
 
 A layer counts if a lemma says that it is one product with its own weight, and perhaps a bias (`rewrite/lemmas`). `auto`
@@ -27,7 +28,7 @@ from tpplan.compiler.ir.overlaps import Overlap
 from tpplan.compiler.ir.program import ModuleProgram, Program, Reshard, dtype_name
 from tpplan.compiler.ir.trace import Frame
 from tpplan.cost.cluster import Cluster, cluster_of
-from tpplan.cost.hiding import LinearPart, Rates, schedules
+from tpplan.cost.hiding import LinearPart, Rates, schedules, sums_in_parts
 from tpplan.cost.link_times import Group, collective_seconds
 from tpplan.plan import Diagnostic, OverlapUnit, OverlapWord, Plan, Style
 
@@ -52,7 +53,7 @@ def overlapped(program: Program, plan: Plan, flow: DataFlow, binding: Binding) -
     """The program with what runs beside products and what is gathered again; findings of what is asked for in vain."""
     asked = _OverlapChoice(plan, binding)
     size, modules = program.size, program.modules
-    if size == 1 or not (asked.anything or plan.recompute_gather):
+    if size == 1 or not (asked.anything or plan.recompute_gather or plan.chunks):
         return program, []
     found: list[Overlap] = []
     again: set[tuple[str, object]] = set()
@@ -71,7 +72,9 @@ def overlapped(program: Program, plan: Plan, flow: DataFlow, binding: Binding) -
                 continue
             names = linears if recomputes else chosen  # what a layer outside keeps isn't saved
             auto = bool(chosen) and all(asked.is_auto(name) for name in chosen)
-            way = _schedule(cluster, place, [layers.part(name, place.inward, size) for name in names], size)
+            way = _schedule(
+                cluster, place, [layers.part(name, place.inward, size) for name in names], size, plan.chunks
+            )
             if recomputes:
                 again.add((place.spec.name, place.reshard.path))
             found.append(
@@ -127,9 +130,13 @@ def _places(modules: Sequence[ModuleProgram], size: int, reasons: dict[OverlapUn
                 yield _Hideable(spec, reshard, True, OverlapUnit.WEIGHT_GRADIENT)
         if spec.style == Style.ROWWISE:
             for reshard in spec.exits:
-                if reshard.forward is not Collective.REDUCE_SCATTER or reshard.path:
+                if reshard.path:
                     continue
-                if reason := _uneven(reshard.target, reshard, size):
+                if reshard.forward is Collective.ALL_REDUCE and reshard.backward is Collective.NONE:
+                    yield _Hideable(spec, reshard, False, OverlapUnit.LINEAR_REDUCE)
+                elif reshard.forward is not Collective.REDUCE_SCATTER:
+                    continue
+                elif reason := _uneven(reshard.target, reshard, size):
                     reasons[OverlapUnit.LINEAR_REDUCE] = reason
                 elif reshard.backward in (Collective.ALL_GATHER, Collective.NONE):
                     yield _Hideable(spec, reshard, False, OverlapUnit.LINEAR_REDUCE)
@@ -204,7 +211,9 @@ class _Schedule:
     least: int = 0
 
 
-def _schedule(cluster: Cluster, place: _Hideable, layers: Sequence[LinearPart], size: int) -> _Schedule:
+def _schedule(
+    cluster: Cluster, place: _Hideable, layers: Sequence[LinearPart], size: int, chunks: int | None
+) -> _Schedule:
     """What the cost model hides most by, for as many rows as large calls have, and from how many on it hides anything.
 
     An all-reduce beside products that run anyway costs nothing more, whatever the size.
@@ -214,14 +223,18 @@ def _schedule(cluster: Cluster, place: _Hideable, layers: Sequence[LinearPart], 
     rates, group = Rates(cluster, kept=cluster.sustained), Group.of(cluster, size)
     made, given, _, itemsize = layers[0]
     width = (given if place.inward else made) * itemsize
+    sums = place.reshard.forward is Collective.ALL_REDUCE
 
     def hidden(rows: int, groups: tuple[int, ...], grouped: int) -> float:
+        if sums:
+            return rates.summed(layers, rows, groups, group)
         alone = collective_seconds(cluster, "all-gather", rows * width, group)
         return rates.pairwise(layers, rows, groups, grouped, alone)
 
-    groups, grouped = max(schedules(size, len(layers)), key=lambda way: hidden(_LARGE, *way))
+    ways = sums_in_parts(chunks) if sums else schedules(size, len(layers), chunks)
+    groups, grouped = max(ways, key=lambda way: hidden(_LARGE, *way))
     least = next((rows for rows in _SIZES if hidden(rows, groups, grouped) > 0), _NEVER)
-    return _Schedule(groups if place.inward else groups[::-1], grouped, least)
+    return _Schedule(groups if place.inward or sums else groups[::-1], grouped, least)
 
 
 def _where(place: _Hideable) -> str:
@@ -232,13 +245,13 @@ def _where(place: _Hideable) -> str:
 
 _WITHOUT = {
     OverlapUnit.GATHER_LINEAR: "no all-gather stands before linear layers",
-    OverlapUnit.LINEAR_REDUCE: "no linear layer's result is summed by a reduce-scatter",
+    OverlapUnit.LINEAR_REDUCE: "no linear layer's result is summed where the layer ends",
     OverlapUnit.WEIGHT_GRADIENT: "no all-reduce stands behind the gradient of an input of linear layers",
     OverlapUnit.HALF_BATCHES: "halves of a batch aren't computed in turns by this version",
 }
 _INSTEAD = {
     OverlapUnit.GATHER_LINEAR: "remove it, or give the norms before these layers the style `sequence`",
-    OverlapUnit.LINEAR_REDUCE: "remove it, or give the norms after these layers the style `sequence`",
+    OverlapUnit.LINEAR_REDUCE: "remove it, or give the layer the style `rowwise`",
     OverlapUnit.WEIGHT_GRADIENT: "remove it; where a sequence is split, `gather_linear` hides the sum of that gradient",
     OverlapUnit.HALF_BATCHES: "remove it; `weight_gradient` hides the all-reduces of the backward",
 }
@@ -264,6 +277,14 @@ def _vain(
                 label="no effect",
                 help=_INSTEAD[unit],
             )
+    if plan.chunks is not None and not any(overlap.groups and overlap.units for overlap in found):
+        yield Diagnostic(
+            code="TP152",
+            message="`chunks` has no effect: no layer's product is made in parts",
+            span=plan.option_spans.get("chunks"),
+            label="no effect",
+            help="remove it, or add `overlap: auto`",
+        )
     if plan.recompute_gather and not again:
         reason = reasons.get(OverlapUnit.GATHER_LINEAR, _WITHOUT[OverlapUnit.GATHER_LINEAR])
         yield Diagnostic(

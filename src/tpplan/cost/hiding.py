@@ -3,6 +3,7 @@
     beside       exposed = max(T - P, 0)                 a sum of gradients, while the weights' gradients are computed
     pairwise     n - 1 steps of T / (n - 1); products of some parts at a time, each when its parts are there, or before
                  they are sent
+    summed       products of some rows at a time, each summed by itself while the next is made
 
 T is what the collective takes by itself, P the products. Parts are smaller products, with a start and a derate of their
 own, so that an exchange may cost more than it hides.
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from tpplan.cost.cluster import Cluster
 from tpplan.cost.kernel_times import task_seconds
+from tpplan.cost.link_times import Group, collective_seconds
 from tpplan.cost.work import COLLECTIVE, PRODUCTS, Task
 
 if TYPE_CHECKING:
@@ -69,17 +71,46 @@ class Rates:
         whole = self.products(layers[:grouped], rows)
         return alone + whole - at
 
+    def summed(self, layers: Sequence[LinearPart], rows: int, parts: Sequence[int], group: Group) -> float:
+        """What is hidden of the all-reduce of a layer's result that is made, and summed, in parts."""
+        made, _, _, itemsize = layers[0]
 
-def schedules(size: int, layers: int) -> Iterator[tuple[tuple[int, ...], int]]:
+        def seconds(rows: int) -> float:
+            return collective_seconds(self.cluster, "all-reduce", rows * made * itemsize, group)
+
+        computed = sent = 0.0
+        for part in parts:
+            own = math.ceil(rows * part / sum(parts))
+            computed += self.products(layers, own)
+            sent = max(sent, computed) + seconds(own)
+        return self.products(layers, rows) + seconds(rows) - sent
+
+
+def schedules(size: int, layers: int, chunks: int | None = None) -> Iterator[tuple[tuple[int, ...], int]]:
     """The ways to group parts that are compared: one at a time, or as many as were multiplied before; for some layers.
 
     If the products take at least about twice as long as the exchange, no part of the second way is waited for.
+
+    Args:
+        size: how many parts there are.
+        layers: how many layers multiply them.
+        chunks: of how many products each layer is to be, as far as there are parts; None for any.
     """
     doubling = [1]
     while sum(doubling) < size:
         doubling.append(min(sum(doubling), size - sum(doubling)))
+    ways = ((1,) * size, tuple(doubling))
+    if chunks is not None:
+        few = min(chunks, size)
+        ways = (tuple((size + place) // few for place in range(few)),)
     for grouped in range(layers, 0, -1):
-        yield from dict.fromkeys((((1,) * size, grouped), (tuple(doubling), grouped)))
+        yield from dict.fromkeys((way, grouped) for way in ways)
+
+
+def sums_in_parts(chunks: int | None = None) -> Iterator[tuple[tuple[int, ...], int]]:
+    """The numbers of equal parts that are compared for an all-reduce, as `schedules` has them."""
+    for parts in (2, 3, 4, 6, 8) if chunks is None else (chunks,):
+        yield (1,) * parts, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +121,13 @@ class Hiding:
         rates: of products.
         overlaps: by the module at whose boundary they stand.
         layers: the linear layers, by name.
+        size: how many ranks there are.
     """
 
     rates: Rates
     overlaps: Mapping[str, tuple[Overlap, ...]]
     layers: Mapping[str, LinearPart]
+    size: int
 
     @classmethod
     def of(cls, program: Program, rates: Rates) -> Hiding:
@@ -110,7 +143,7 @@ class Hiding:
             for layer in names.intersection(name.removesuffix(".weight") for name in held.names):
                 made, given = held.local_shape[::-1] if transposed[layer] else held.local_shape
                 layers[layer] = (made, given, held.dtype, held.itemsize)
-        return cls(rates, found, layers)
+        return cls(rates, found, layers, program.size)
 
     def seconds(self, task: Task, alone: float) -> float:
         """Of a collective that takes `alone` by itself, what is hidden; less than 0 where an exchange costs more."""
@@ -124,6 +157,8 @@ class Hiding:
             return 0.0
         if overlap.inward and task.backward:
             return min(alone, self.rates.products(layers, rows))
+        if task.name == "all-reduce":
+            return self.rates.summed(layers, rows, overlap.groups, Group.of(self.rates.cluster, self.size))
         groups = overlap.groups if overlap.inward else overlap.groups[::-1]
         return self.rates.pairwise(layers, rows, groups, overlap.grouped, alone)
 
@@ -134,7 +169,7 @@ class Hiding:
         gathers, scatters = task.name == "all-gather", task.name == "reduce-scatter"
         expected = {
             "gather_linear": scatters if task.backward else gathers,
-            "linear_reduce": gathers if task.backward else scatters,
+            "linear_reduce": gathers if task.backward else scatters or task.name == "all-reduce",
             "weight_gradient": task.backward and task.name == "all-reduce",
         }
         for overlap in self.overlaps.get(task.module, ()):

@@ -100,6 +100,7 @@ class _Loader:
             operators=merged.operators,
             one_shot=merged.one_shot or 0,
             overlap=OverlapWord.NONE if merged.overlap is None else merged.overlap,
+            chunks=merged.chunks,
             recompute_gather=bool(merged.recompute_gather),
             option_spans=merged.option_spans,
             sources=tuple(item.shown for item in sources),
@@ -204,6 +205,7 @@ def _merge(base: Document, child: Document) -> Document:
         operators=tuple({rule.name: rule for rule in (*base.operators, *child.operators)}.values()),
         one_shot=base.one_shot if child.one_shot is None else child.one_shot,
         overlap=base.overlap if child.overlap is None else child.overlap,
+        chunks=base.chunks if child.chunks is None else child.chunks,
         option_spans={**base.option_spans, **child.option_spans},
         recompute_gather=base.recompute_gather if child.recompute_gather is None else child.recompute_gather,
     )

@@ -35,8 +35,9 @@ class Plan:
         operators: the rules of operators, a base plan's first.
         one_shot: the largest all-reduces that ranks do in one step, in bytes.
         overlap: which collectives run beside matrix products, where a rule doesn't say otherwise.
+        chunks: of how many products each layer is that runs beside a collective; None for what the cost model chooses.
         recompute_gather: whether the backward gathers the inputs of split layers again, and the forward keeps parts.
-        option_spans: the tokens of the values of `overlap` and `recompute_gather`, by option.
+        option_spans: the tokens of the values of `overlap`, `chunks` and `recompute_gather`, by option.
         sources: the files that it was read from, the outermost first.
         is_part: whether it is what a plan for a model says of a part of that, such as a stage of a pipeline.
     """
@@ -49,6 +50,7 @@ class Plan:
     operators: tuple[OperatorEntry, ...] = ()
     one_shot: int = 0
     overlap: Overlaps = OverlapWord.NONE
+    chunks: int | None = None
     recompute_gather: bool = False
     option_spans: Mapping[str, Span] = field(default_factory=dict[str, Span], compare=False, repr=False)
     sources: tuple[str, ...] = field(default=(), compare=False)

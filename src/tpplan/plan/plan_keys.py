@@ -56,6 +56,8 @@ class PlanFile:
     """The largest all-reduces, in bytes, that ranks do in one step, each reading what all others have."""
     overlap: OverlapWord | list[OverlapUnit] | None = None
     """Which collectives run beside matrix products; `none` by default."""
+    chunks: int | None = None
+    """Of how many products each layer is that runs beside a collective, instead of what the cost model chooses."""
     recompute_gather: bool | None = None
     """Whether the backward gathers the inputs of split layers again, instead of the forward keeping them."""
 

@@ -38,8 +38,9 @@ class Document(NamedTuple):
         operators: the rules of operators, in the order of the file.
         one_shot: the largest all-reduces that are done in one step, in bytes, if given.
         overlap: which collectives run beside products, if given.
+        chunks: of how many products layers beside collectives are, if given.
         recompute_gather: whether backwards gather inputs again, if given.
-        option_spans: the tokens of the values of these two, by option.
+        option_spans: the tokens of the values of these three, by option.
     """
 
     name: str | None
@@ -50,6 +51,7 @@ class Document(NamedTuple):
     operators: tuple[OperatorEntry, ...]
     one_shot: int | None
     overlap: Overlaps | None
+    chunks: int | None
     recompute_gather: bool | None
     option_spans: Mapping[str, Span]
 
@@ -79,8 +81,9 @@ def read_document(root: Node | None, file: str, problems: Problems) -> Document 
         tuple(read_rules(given["modules"], file, problems)) if "modules" in given else (),
         tuple(_read_kernels(given["kernels"], file, problems)) if "kernels" in given else (),
         tuple(_read_operators(given["operators"], file, problems)) if "operators" in given else (),
-        _read_bytes(given["one_shot_all_reduce"], problems) if "one_shot_all_reduce" in given else None,
+        _read_number(given, "one_shot_all_reduce", 0, "a number of bytes", 262144, problems),
         read_overlap(given["overlap"], problems) if "overlap" in given else None,
+        _read_number(given, "chunks", 2, "a whole number from 2 on", 4, problems),
         _read_switch("recompute_gather", given["recompute_gather"], problems) if "recompute_gather" in given else None,
         {key: node.span for key, node in given.items() if key in _POINTED_AT and node.span is not None},
     )
@@ -139,10 +142,14 @@ def _read_operators(node: Node, file: str, problems: Problems) -> Iterator[Opera
         yield OperatorEntry(key.text.removesuffix(".default"), rule, value.span, origin_of(key, file))
 
 
-def _read_bytes(node: Node, problems: Problems) -> int | None:
-    if not isinstance(node, ScalarNode) or type(node.value) is not int or node.value < 0:
-        message = "`one_shot_all_reduce` has to be a number of bytes"
-        wrong_type(node, message, problems, "write `one_shot_all_reduce: 262144`")
+def _read_number(
+    given: Mapping[str, Node], key: str, least: int, what: str, example: int, problems: Problems
+) -> int | None:
+    node = given.get(key)
+    if node is None:
+        return None
+    if not isinstance(node, ScalarNode) or type(node.value) is not int or node.value < least:
+        wrong_type(node, f"`{key}` has to be {what}", problems, f"write `{key}: {example}`")
         return None
     return node.value
 
@@ -154,7 +161,7 @@ def _read_switch(key: str, node: Node, problems: Problems) -> bool | None:
     return node.value
 
 
-_POINTED_AT = ("overlap", "recompute_gather")
+_POINTED_AT = ("overlap", "chunks", "recompute_gather")
 """The options that findings about a model point at."""
 _EXAMPLE = '"my::attn": "b h s! d!, b h t! d!, b h t! d! -> b h s! d!"'
 

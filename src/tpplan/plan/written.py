@@ -41,6 +41,8 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
         document["one_shot_all_reduce"] = plan.one_shot
     if plan.overlap != OverlapWord.NONE:
         document["overlap"] = _overlap(plan.overlap)
+    if plan.chunks is not None:
+        document["chunks"] = plan.chunks
     if plan.recompute_gather:
         document["recompute_gather"] = True
     return document

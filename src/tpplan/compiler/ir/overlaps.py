@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from tpplan.plan import OverlapUnit
 
-PAIRWISE = (OverlapUnit.GATHER_LINEAR, OverlapUnit.LINEAR_REDUCE)
-"""The units whose collectives run as exchanges of pairs, in steps between which there are products."""
-
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
@@ -20,7 +17,8 @@ class Overlap:
         path: where the tensor sits, as of the `Reshard`.
         linears: the layers; of a result, the module itself.
         units: what is hidden behind what; nothing where the tensor is only gathered again.
-        groups: of a pairwise exchange, how many ranks' parts each product is of, in order.
+        groups: how many parts each product is of, in order: of a pairwise exchange, there is one for each rank; of an
+            all-reduce, each product's rows are summed by themselves.
         grouped: of how many of the layers; the others multiply the whole.
         least: how many rows of the whole tensor a call has to have, so that it pays; 0 for all calls.
     """
@@ -35,4 +33,4 @@ class Overlap:
     least: int = 0
 
 
-__all__ = ["PAIRWISE", "Overlap"]
+__all__ = ["Overlap"]

@@ -18,12 +18,13 @@ import torch
 from pydantic import TypeAdapter
 
 from tpplan.compiler.ir.layout import Collective, Layout, Pack, all_reduce_of
-from tpplan.compiler.ir.overlaps import PAIRWISE, Overlap
+from tpplan.compiler.ir.overlaps import Overlap
 from tpplan.compiler.ir.replaced_bodies import BODIES, Body, RecordedBody, SharedExperts, SplitNorm
 from tpplan.cost.work import Work
-from tpplan.plan import Diagnostic, OverlapUnit
+from tpplan.plan import Diagnostic
 
 PROGRAM_VERSION = 3
+_PAIRWISE = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,9 +437,9 @@ class Program:
     def count_collectives(self, backward: bool = True, picked: bool = True, sums: bool = True) -> Counter[str]:
         """How often each collective runs in one forward, or in one forward and backward.
 
-        A pairwise exchange counts as the collective in whose place it runs; see `count_pairwise`. The coalesced sum of
-        parameter gradients counts as one all-reduce per dtype, in the backward. (Where FSDP cuts parameters, it is one
-        for each of its units.)
+        A pairwise exchange counts as the collective in whose place it runs; see `count_pairwise`. A sum that is made in
+        parts in calls of any size counts as so many. The coalesced sum of parameter gradients counts as one all-reduce
+        per dtype, in the backward. (Where FSDP cuts parameters, it is one for each of its units.)
 
         Args:
             backward: whether to count those of the backward.
@@ -447,12 +448,14 @@ class Program:
         """
         counted: Counter[str] = Counter()
         inside = tuple(f"{name}." for name in self.picked)
+        parts = {(o.module, o.path): len(o.groups) for o in self.overlaps if not (o.inward or o.least)}
         for module, reshard in self.reshards():
             if not picked and f"{module.name}.".startswith(inside):
                 continue
             for back, way, times in reshard.collectives(module.calls):
                 if way.communicates and times and (backward or not back):
-                    counted[str(way)] += times
+                    in_parts = parts.get((module.name, reshard.path), 1) if way is Collective.ALL_REDUCE else 1
+                    counted[str(way)] += times * in_parts
         if backward and sums:
             counted.update(name for name, _ in self.gradient_sums)
         return counted
@@ -467,13 +470,12 @@ class Program:
         """How many of these run as exchanges of pairs, beside matrix products, in calls of any size."""
         counted: Counter[str] = Counter()
         for overlap in self.overlaps:
-            unit = next((unit for unit in overlap.units if unit in PAIRWISE and not overlap.least), None)
-            if unit is None:
-                continue
             module, reshard = self.overlapped(overlap)
+            if overlap.least or not overlap.units or reshard.forward not in _PAIRWISE:
+                continue
             there, back = reshard.repeats(module.calls)
             counted[str(reshard.forward)] += there
-            if backward and unit is OverlapUnit.LINEAR_REDUCE:
+            if backward and reshard.backward in _PAIRWISE and not overlap.inward:
                 counted[str(reshard.backward)] += back
         return +counted
 

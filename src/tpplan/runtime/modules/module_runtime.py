@@ -105,7 +105,7 @@ class ModuleRuntime:
         infers: for the root: whether torch has kernels for inference for modules in it, which take whole weights.
         fused: of a norm, one operation that computes it where no gradient is recorded.
         joint: of a linear layer, what makes its product beside a collective.
-        scattered: the same, of one whose result is split along the sequence.
+        scattered: the same, of one whose result is summed.
         moving: the entries that do anything where no gradient is recorded.
     """
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from tpplan.compat.modules import own_parameters
+from tpplan.compiler.ir.layout import Collective
 from tpplan.compiler.ir.program import ModuleProgram, Program
 from tpplan.runtime.overlap.joint import Joint, JointLayer
 from tpplan.runtime.overlap.scattered import Scattered
@@ -56,8 +57,8 @@ def overlapped_layers(
         spec, reshard = program.overlapped(overlap)
         axis = placed(handed_out.axis, f"the {'input' if overlap.inward else 'result'} of `{overlap.module}`")
         if not overlap.inward:
-            assert reshard.target.dim is not None
-            scattered[spec.name] = Scattered(axis, reshard.target.dim, spec.transposed, overlap.least, overlap.groups)
+            dim = None if reshard.forward is Collective.ALL_REDUCE else reshard.target.dim
+            scattered[spec.name] = Scattered(axis, dim, spec.transposed, overlap.least, overlap.groups)
             continue
         members = tuple(_member(specs[name], modules, readers, name in without_bias) for name in overlap.linears)
         dim = reshard.source.dim if reshard.forward.communicates else None

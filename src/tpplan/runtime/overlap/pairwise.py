@@ -15,6 +15,7 @@ itself and do the work at once: the same rows in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -90,6 +91,28 @@ def scatter_with(axis: Communicator, dim: int, groups: Sequence[int], work: Call
     return total
 
 
+def sum_with(axis: Communicator, whole: Tensor, groups: Sequence[int], work: Callable[[slice, Tensor], object]) -> None:
+    """The ranks' sum, in the place of this rank's terms; some rows are summed while others are made.
+
+    Args:
+        axis: the ranks.
+        whole: to write to, contiguous; as long as on each other rank.
+        groups: the shares of its rows that are made at a time, in order.
+        work: makes the terms of some rows, in these.
+    """
+    rows, shares, first, arriving = whole.shape[0], sum(groups), 0, list[tuple[Tensor, Waiting]]()
+    for last in accumulate(groups):
+        part = slice(first * rows // shares, last * rows // shares)
+        made = whole[part]
+        work(part, made)
+        arriving.append((made, begin(axis, Collective.ALL_REDUCE, made)))
+        first = last
+    for made, wait in arriving:
+        total = wait()
+        if total is not made:
+            made.copy_(total)
+
+
 def begin(axis: Communicator, collective: Collective, tensor: Tensor, dim: int = 0) -> Waiting:
     """Begin a collective, which may write to `tensor`; where a communicator can't, it is done at once."""
     if isinstance(axis, ProcessGroupCommunicator) and axis.begins:
@@ -111,4 +134,4 @@ def runs_as_written() -> bool:
     return not (has_substituting_modes() or inside_transform() or is_autocast())
 
 
-__all__ = ["begin", "gather_with", "runs_as_written", "scatter_with"]
+__all__ = ["begin", "gather_with", "runs_as_written", "scatter_with", "sum_with"]

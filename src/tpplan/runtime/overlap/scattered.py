@@ -1,10 +1,10 @@
-"""Linear layers split by rows whose sum is split along the sequence: parts are sent while others are multiplied.
+"""Linear layers split by rows: some rows of their sum travel while others are multiplied.
 
 in:  x (…, s, in / size), and this rank's columns of a weight
-out: y (…, s / size, out), this rank's part of the sum
+out: y (…, s / size, out), this rank's part of the sum; or y (…, s, out), the whole
 
 forward    the terms x W of some parts are made while those of others travel
-backward   dX = dY Wᵀ of some parts of dY is made while others travel; then dW
+backward   dX = dY Wᵀ of some parts of dY is made while others travel; then dW. Of a whole dY nothing travels
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from tpplan.compat.autograd import native_apply
 from tpplan.compat.modes import without_function_modes
 from tpplan.runtime.bodies.layer_bodies import product
-from tpplan.runtime.overlap.pairwise import gather_with, runs_as_written, scatter_with
+from tpplan.runtime.overlap.pairwise import gather_with, runs_as_written, scatter_with, sum_with
 from tpplan.runtime.ranks.communicator import Communicator, of_backward
 from tpplan.runtime.ranks.profiled import at_place, told_place
 from tpplan.runtime.ranks.reshard import SecondDerivativeError
@@ -30,14 +30,14 @@ class Scattered:
 
     Attributes:
         axis: the ranks.
-        dim: along which the sum is split.
+        dim: along which the sum is split; None for a sum that each rank has whole.
         transposed: whether the weight is (inputs, outputs).
         groups: how many parts are multiplied at a time, in order.
         least: how many rows the whole has to have, so that it pays.
     """
 
     axis: Communicator
-    dim: int
+    dim: int | None
     transposed: bool
     least: int
     groups: tuple[int, ...]
@@ -46,24 +46,38 @@ class Scattered:
         """This rank's part of the sum; None where the layer has to run as without."""
         if input.is_complex() or weight.dtype is not input.dtype or not runs_as_written():
             return None
-        if input.numel() // max(input.shape[-1], 1) < self.least or input.dim() <= self.dim + 1:
-            return None
-        if not input.shape[self.dim] or input.shape[self.dim] % self.axis.size:
+        rows = input.numel() // max(input.shape[-1], 1)
+        if rows < self.least or not self._divides(input, weight, rows):
             return None
         with without_function_modes():
             if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
                 return _apply_scattered(self, input, weight)
             return self.compute(input, weight)
 
+    def _divides(self, input: Tensor, weight: Tensor, rows: int) -> bool:
+        """Whether there are parts, which the ranks of a split sum share evenly."""
+        if self.dim is None:
+            made = weight.shape[1 if self.transposed else 0]
+            return rows >= len(self.groups) and rows * made * input.itemsize > self.axis.one_shot
+        return (
+            input.dim() > self.dim + 1 and bool(input.shape[self.dim]) and input.shape[self.dim] % self.axis.size == 0
+        )
+
     def compute(self, input: Tensor, weight: Tensor) -> Tensor:
         """The same, without a backward."""
-        parts = input.chunk(self.axis.size, self.dim)
+        if self.dim is None:
+            rows, matrix = input.flatten(0, -2), weight if self.transposed else weight.t()
+            whole = input.new_empty((rows.shape[0], matrix.shape[1]))
+            sum_with(self.axis, whole, self.groups, lambda part, made: torch.mm(rows[part], matrix, out=made))
+            return whole.view(*input.shape[:-1], matrix.shape[1])
+        dim = self.dim
+        parts = input.chunk(self.axis.size, dim)
 
         def work(ranks: list[int]) -> Tensor:
-            given = torch.cat([parts[rank] for rank in ranks], self.dim) if len(ranks) > 1 else parts[ranks[0]]
+            given = torch.cat([parts[rank] for rank in ranks], dim) if len(ranks) > 1 else parts[ranks[0]]
             return product(given, weight, None, self.transposed)
 
-        return scatter_with(self.axis, self.dim, self.groups, work)
+        return scatter_with(self.axis, dim, self.groups, work)
 
 
 class _Scattered(torch.autograd.Function):
@@ -86,8 +100,11 @@ class _Scattered(torch.autograd.Function):
         def work(part: Tensor) -> list[Tensor]:
             return [part @ (weight.t() if layer.transposed else weight)] if wants_input else []
 
-        with at_place(ctx.place):
-            whole, made = gather_with(of_backward(layer.axis), gradients[0], layer.dim, layer.groups[::-1], work)
+        if layer.dim is None:
+            whole, made = gradients[0], work(gradients[0])
+        else:
+            with at_place(ctx.place):
+                whole, made = gather_with(of_backward(layer.axis), gradients[0], layer.dim, layer.groups[::-1], work)
         of_weight = None
         if wants_weight:
             rows, given = whole.flatten(0, -2), input.flatten(0, -2)
