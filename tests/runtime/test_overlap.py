@@ -31,6 +31,7 @@ from tpplan.cost.hiding import LinearPart, Rates, schedules
 from tpplan.cost.link_times import Group
 from tpplan.cost.traffic import module_traffic, placement_time
 from tpplan.plan import OverlapUnit, load_plan
+from tpplan.report.estimate_tables import render_estimate
 from tpplan.report.program_page import render_program
 from tpplan.runtime.overlap.joint import Joint, JointLayer
 from tpplan.runtime.overlap.pairwise import gather_with, scatter_with
@@ -370,11 +371,18 @@ def test_an_estimate_has_what_is_exposed_and_the_same_work() -> None:
         "none": {}, "auto": {"overlap": "auto"}, "all": {"overlap": ["gather_linear", "linear_reduce"]}
     }.items():  # fmt: skip
         program = tpplan.compile_plan(model, _with("llama-sequence", options), 8, {"input_ids": ids, "labels": ids})
-        costs[name] = tpplan.estimate(program, "h100").step
+        estimate = tpplan.estimate(program, "h100")
+        costs[name] = estimate.step
+        shown = render_estimate(estimate, 120, False)
+        assert ("collectives of a block" in shown) == bool(options)
         assert ("Run beside matrix products" in render_program(program)) == bool(options)
     none, auto, every = costs["none"], costs["auto"], costs["all"]
     assert none.exposed_seconds == none.communication_seconds == every.communication_seconds
     assert none.compute_seconds == every.compute_seconds
+    assert not any(held.hidden for held in none.line)
+    sends = [held for held in every.line if held.stream == "communication"]
+    assert len(sends) == len([held for held in none.line if held.stream == "communication"])
+    assert sum(held.seconds - held.hidden for held in sends) < 0.8 * sum(held.seconds for held in sends)
     assert auto.exposed_seconds <= every.exposed_seconds < none.exposed_seconds  # auto leaves out what costs more
     assert none.total_seconds - every.total_seconds == pytest.approx(none.exposed_seconds - every.exposed_seconds)
     line = every.line
@@ -495,6 +503,43 @@ def _shown(events: list[str]) -> str:
     signs = {"product": "p", "wait": ".", "send 1": ">"}
     words = {"begin all-reduce": "(reduce)", "begin reduce-scatter": "(scatter)", "begin all-gather": "(gather)"}
     return "".join((signs | words)[event] for event in events)
+
+
+def _traced(member: Member, modules: dict[str, Any], options: dict[str, Any]) -> tuple[str, str]:
+    """What a profiler saw of a forward and of its backward, in order."""
+    model = tpplan.parallelize(
+        Normed(), {"version": 1, "modules": modules, **options}, member.mesh(), torch.ones(2, 8, 8)
+    )
+    found: list[str] = []
+    x = torch.randn(2, 8, 8, requires_grad=True)
+    model(x).sum().backward()  # what is proved first isn't of interest
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as forward:
+        made = model(x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as backward:
+        made.sum().backward()
+    for seen in (forward, backward):
+        events = sorted(seen.events() or (), key=lambda event: event.time_range.start)
+        names = [e.name for e in events if e.name in ("aten::mm", "aten::addmm") or e.name.startswith("tpplan")]
+        found.append(
+            "".join("p" if n.startswith("aten") else ")" if n.startswith("tpplan wait") else "(" for n in names)
+        )
+    return found[0], found[1]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("modules", "options", "expected"),
+    [
+        (WHOLE, {}, ("ppp(", "pppppp(")),
+        (WHOLE, {"overlap": ["weight_gradient", "linear_reduce"], "chunks": 2}, ("ppp(p())", "pppp(pp)")),
+        (SPLIT, {}, ("(ppp((", "(pppppp(((")),
+        (SPLIT, {"overlap": ["gather_linear", "linear_reduce"]}, ("(pp)pp(pp)(", "(p)pppp(pp)((")),
+    ],
+)
+def test_a_profiler_sees_products_between_launches_and_waits(modules: Any, options: Any, expected: Any) -> None:
+    """p: a product; (: a collective, or where one or its first part begins; ): a part or a collective is waited for."""
+    for seen in world(2).run(_traced, modules, options):
+        assert seen == expected
 
 
 def test_fewer_rows_than_pay_run_the_plain_step() -> None:

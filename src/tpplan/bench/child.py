@@ -7,7 +7,12 @@ import sys
 from importlib import import_module
 from typing import Any
 
-_MODULES = {"compile": "compile_time", "checkpoint": "checkpoint_times", "loss": "loss_times"}
+_MODULES = {
+    "compile": "compile_time",
+    "checkpoint": "checkpoint_times",
+    "loss": "loss_times",
+    "overlap": "overlap_times",
+}
 
 
 def measure(name: str, arguments: dict[str, Any]) -> dict[str, Any]:

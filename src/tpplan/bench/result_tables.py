@@ -15,6 +15,7 @@ from tpplan.bench.decode import NEW_TOKEN, PROMPT, TOKEN
 from tpplan.bench.forms import HUB, SEQUENCE, TORCH, TPPLAN, UNSHARDED
 from tpplan.bench.loop import ADDED, FRESH, OWN
 from tpplan.bench.overhead import BACKWARD, BY_HAND, FORWARD, NEW_LENGTH, WATCHED
+from tpplan.bench.overlap_tables import overlap_tables, overlap_verdicts
 from tpplan.bench.serving_tables import requests_tables, requests_verdicts, serving_tables, serving_verdicts
 from tpplan.bench.table import Table
 
@@ -35,6 +36,7 @@ def tables_of(result: dict[str, Any]) -> list[Table]:
         "collectives": collectives_tables,
         "checkpoint": _checkpoint,
         "loss": _loss,
+        "overlap": overlap_tables,
         "alternatives": alternatives_tables,
         "serving": serving_tables,
         "requests": requests_tables,
@@ -75,6 +77,8 @@ def verdicts(result: dict[str, Any]) -> list[str]:
         return [verdict for row in rows for verdict in _checkpoint_verdicts(row)]
     if kind == "loss":
         return []
+    if kind == "overlap":
+        return overlap_verdicts(rows)
     if kind == "alternatives":
         return alternatives_verdicts(rows)
     if kind == "serving":

@@ -11,7 +11,9 @@ from typing import Any
 
 from tpplan.bench.environment import describe_environment
 
-BENCHMARKS = ("collectives", "overhead", "loop", "compile", "checkpoint", "loss", "alternatives", "serving", "requests")
+BENCHMARKS = (
+    "collectives", "overhead", "loop", "compile", "checkpoint", "loss", "overlap", "alternatives", "serving", "requests",
+)  # fmt: skip
 _LAYERS = (8, 32, 126)
 _PLANS = ("llama", "llama-sequence")
 
@@ -44,6 +46,13 @@ def measurements(name: str, quick: bool) -> list[dict[str, Any]]:
     if name == "checkpoint":
         tiny = {"layers": 1, "hidden": 256, "rounds": 1, "file_bytes": 1 << 23}
         return [{"ranks": 2, **tiny}] if quick else [{"ranks": 2}, {"ranks": 4}]
+    if name == "overlap":
+        if quick:
+            return [
+                {"part": "steps", "rounds": 2, "tiny": True, "rate": 1e7},
+                {"part": "host", "rounds": 2, "calls": 1},
+            ]
+        return [{"part": "steps"}, {"part": "steps", "ranks": 4, "rounds": 5}, {"part": "host"}]
     if name == "loss":
         return [{"tokens": 32, "vocabulary": 64, "rounds": 1}] if quick else [{}]
     if quick:

@@ -13,7 +13,18 @@ from tpplan.cli.exit_codes import CLEAN, UsageError
 if TYPE_CHECKING:
     from tpplan.cli.arguments import Subparsers
 
-_NAMES = ("collectives", "overhead", "loop", "compile", "checkpoint", "loss", "alternatives", "serving", "requests")
+_NAMES = (
+    "collectives",
+    "overhead",
+    "loop",
+    "compile",
+    "checkpoint",
+    "loss",
+    "overlap",
+    "alternatives",
+    "serving",
+    "requests",
+)
 _BEFORE = {"training": "alternatives"}
 _KERNELS = "kernels"
 _PIPED_WIDTH = 160

@@ -50,6 +50,7 @@ class TimeSlice:
         backward: whether it is in the backward.
         start, seconds: from the block's beginning.
         bytes: of a collective's whole tensor, or that a kernel moves.
+        hidden: of a collective, how many seconds are beside products; less than 0 where its parts cost more.
     """
 
     stream: str
@@ -59,6 +60,7 @@ class TimeSlice:
     start: float
     seconds: float
     bytes: int
+    hidden: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -284,7 +284,7 @@ class _Costing:
             moved = task.made[0] if sends else task.moved[0]
             hidden = self.hiding.seconds(task, seconds) if sends else 0.0
             start = at if task.name == "all-gather" else at - max(hidden, 0.0)  # a sum runs beside what was before
-            slices.append(TimeSlice(stream, task.module, task.name, task.backward, start, seconds, moved))
+            slices.append(TimeSlice(stream, task.module, task.name, task.backward, start, seconds, moved, hidden))
             at += seconds - hidden
         return tuple(slices)
 

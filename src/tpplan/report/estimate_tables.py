@@ -23,6 +23,8 @@ _HEADINGS = ("tp", "sp", "replicas", "checkpointing", "memory", "step", "sends",
 def render_estimate(cost: Estimate, width: int, color: bool, assumptions: bool = False) -> str:
     """Memory of a rank, the step, and what rests on guesses; with every number that it rests on if wanted."""
     parts: list[Table | Text] = [_memory(cost), _step(cost)]
+    if any(held.hidden for held in cost.step.line):
+        parts.append(_beside(cost))
     if cost.guesses:
         parts.append(Text(f"Guesses: {'; '.join(cost.guesses)}.", style=QUIET_STYLE))
     if assumptions:
@@ -84,6 +86,18 @@ def _step(cost: Estimate) -> Table:
     table.add_row("tokens a second", f"{cost.tokens_per_second:,.0f}")
     if cost.mfu is not None:
         table.add_row("MFU", f"{cost.mfu:.1%}")
+    return table
+
+
+def _beside(cost: Estimate) -> Table:
+    """The collectives of one block, and what of them runs beside products."""
+    table = new_table("collectives of a block", "takes", "hidden", "exposed", right=(1, 2, 3))
+    for held in cost.step.line:
+        if held.stream != "communication":
+            continue
+        way = ", backward" if held.backward else ""
+        seconds = (held.seconds, held.hidden, held.seconds - held.hidden)
+        table.add_row(f"{held.module} {held.name}{way}", *(seconds_text(s) if s else NOTHING for s in seconds))
     return table
 
 

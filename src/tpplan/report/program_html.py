@@ -147,6 +147,8 @@ class _Page:
         turn = next((held.start for held in line if held.backward), end)
         share = 100 * turn / end if end else 100
         told = ", ".join(f"{seconds_text(seconds)} of {stream}" for stream, seconds in busy.items())
+        if hidden := sum(held.hidden for held in line):
+            told += f", of which {seconds_text(hidden)} beside products"
         return (
             f'<h2>Time line of one block: {seconds_text(end)}</h2><svg class="line" role="group" aria-label="{told}">'
             f'<text x="4" y="13">forward</text><text x="{share:.2f}%" y="13" dx="4">backward</text>{rects}'
@@ -242,7 +244,9 @@ def _slice(held: TimeSlice, end: float, key: str | None) -> str:
     """A kernel or collective on its stream; one of the diagram's is a button."""
     top = 20 if held.stream == "compute" else 46
     way = "backward" if held.backward else "forward"
-    label = escape(f"{held.module} {held.name}, {way}: {seconds_text(held.seconds)}, {bytes_text(held.bytes)}")
+    hidden = f", {seconds_text(held.hidden)} of it beside products" if held.hidden > 0 else ""
+    told = f"{held.module} {held.name}, {way}: {seconds_text(held.seconds)}{hidden}, {bytes_text(held.bytes)}"
+    label = escape(told)
     acts = f' data-to="{key}" role="button" tabindex="0" aria-label="{label}"' if key else ""
     kind = f"{held.stream} {way}"
     return (

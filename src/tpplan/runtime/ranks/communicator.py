@@ -232,7 +232,8 @@ class ProcessGroupCommunicator:
 
         def wait() -> Tensor:
             try:
-                _wait(work)
+                with self._named(f"wait for {name}"):
+                    _wait(work)
             except RuntimeError as error:
                 self._raise(name, tensor, error)
             if collective is Collective.ALL_REDUCE:
@@ -261,8 +262,9 @@ class ProcessGroupCommunicator:
 
             def wait() -> Tensor:
                 try:
-                    for work in works:
-                        work.wait()
+                    with self._named(f"wait for {name}"):
+                        for work in works:
+                            work.wait()
                 except RuntimeError as error:
                     self._raise(name, sent, error)
                 return received

@@ -2,6 +2,7 @@
 
     tpplan all-reduce: the result of `layers.0.mlp.down`
     tpplan all-reduce, backward: the argument `input` of `layers.0.mlp.up`
+    tpplan wait for all-reduce, backward: …    where one was begun beside other work
 
 Reshards are shared by all modules that do the same, so that their places are told anew in each call; only while a
 profiler runs, as that takes longer than a small collective does. Graphs of torch.compile have the names of their own
