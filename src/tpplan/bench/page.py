@@ -14,8 +14,8 @@ _HEAD = """\
 
 Written by `tpplan bench --docs docs`; the raw figures are in [benchmarks/](benchmarks/). None of them needs a GPU: they
 measure what tpplan itself adds, on torch's fake process group, whose collectives return at once; those of checkpoints,
-of the loss, of overlap, of steps against the alternatives and of serving are of gloo processes. Triton kernels are measured on a
-GPU, apart, and so is from which size on each pays: see [kernels.md](kernels.md).
+of the loss, of overlap, of steps against the alternatives and of serving are of gloo processes. Triton kernels are
+measured on a GPU, apart, and so is from which size on each pays: see [kernels.md](kernels.md).
 """
 _ABOUT = {
     "collectives": """\
@@ -84,14 +84,15 @@ what it held before the step, sampled every 2 ms.
 
 A forward and backward with each choice of `overlap` (see [overlap.md](overlap.md)), of one Llama: hidden size 1024,
 intermediate size 2816, 2 layers, 16 heads, vocabulary 512; 2 sequences of 512 tokens, float32, on gloo processes of one
-machine, each with one thread. Milliseconds are the slowest rank's, medians over interleaved rounds; ratios to `none` are
-taken within a round. `auto` is what pays on eight H100s, which at these sizes is little.
+machine, each with one thread. Milliseconds are the slowest rank's, medians over interleaved rounds; ratios to `none`
+are taken within a round. `auto` is what pays on eight H100s, which at these sizes is little.
 
 On the machine's own link the same cores compute and copy, so that nothing can be hidden that a core does: what is seen
 there is what smaller products and more sends cost. On the slow link collectives end no earlier than one of 100 MB a
 second would let them, and who waits for that sleeps, as where a network card sends. *Link busy* is what the collectives
 of a step take, one after the other; *hidden* is the share of it for which a rank's Python didn't wait, the least of all
-ranks. With four ranks on two cores each computes at half the speed.
+ranks. What passes while a rank waits for another one counts as hidden, so that without overlap there is some. With four
+ranks on two cores each computes at half the speed.
 
 The host's part: the toy of *Overhead* on a fake group, whose collectives return at once; processor time of one thread.
 """,

@@ -46,11 +46,11 @@ def register(subparsers: Subparsers) -> None:
         description="Count collectives (collectives), time a toy model against the unsharded one and against "
         "parallelize_module (overhead), and what a training loop does with gradients (loop), time the compiler on a "
         "model of 405B parameters (compile), load and save a checkpoint of 2 GiB (checkpoint), measure a loss over a "
-        "split vocabulary (loss), time steps, host overhead and a rank's compute of one model unsharded, by tpplan, "
-        "by parallelize_module, by transformers' own plan and written by hand (alternatives), and time generation "
-        "(serving) and first requests (requests) on two processes. None of them needs a GPU. `kernels --tune` does: it "
-        "measures from which number of elements on each Triton kernel is faster than torch's own operator, and keeps "
-        "it for `auto`.",
+        "split vocabulary (loss), time steps with collectives beside products (overlap), time steps, host overhead "
+        "and a rank's compute of one model unsharded, by tpplan, by parallelize_module, by transformers' own plan and "
+        "written by hand (alternatives), and time generation (serving) and first requests (requests) on two processes. "
+        "None of them needs a GPU. `kernels --tune` does: it measures from which number of elements on each Triton "
+        "kernel is faster than torch's own operator, and keeps it for `auto`.",
         examples=_EXAMPLES,
     )
     parser.add_argument(
