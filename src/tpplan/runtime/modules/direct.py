@@ -245,14 +245,6 @@ def _layer(module: nn.Module, runtime: ModuleRuntime, layer: Layer) -> Forward:
     assert runtime.weight is not None
     weight, bias = _reader(runtime.weight), None if runtime.bias is None else _reader(runtime.bias)
 
-    if runtime.scattered is not None or (runtime.joint is not None and runtime.joint.dim is not None):
-
-        def overlapped(*args: Tensor, **kwargs: Tensor) -> Tensor:
-            held = None if bias is None else bias(parameters["bias"])  # pyright: ignore
-            return runtime.run_layer(module, (*args, *kwargs.values()), weight(parameters["weight"]), held)  # pyright: ignore
-
-        return overlapped
-
     def forward(*args: Tensor, **kwargs: Tensor) -> Tensor:
         (input,) = args or kwargs.values()
         if enter is not None:
@@ -260,7 +252,18 @@ def _layer(module: nn.Module, runtime: ModuleRuntime, layer: Layer) -> Forward:
         held = None if bias is None else bias(parameters["bias"])  # pyright: ignore
         return compute(module, runtime, input, weight(parameters["weight"]), held, leave)  # pyright: ignore
 
-    return forward
+    gathers, sums = runtime.joint is not None and runtime.joint.dim is not None, runtime.scattered
+    if not gathers and sums is None:
+        return forward
+
+    def overlapped(*args: Tensor, **kwargs: Tensor) -> Tensor:
+        (input,) = args or kwargs.values()
+        if not gathers and sums is not None and input.numel() < sums.least * input.shape[-1]:
+            return forward(input)
+        held = None if bias is None else bias(parameters["bias"])  # pyright: ignore
+        return runtime.run_layer(module, (input,), weight(parameters["weight"]), held)  # pyright: ignore
+
+    return overlapped
 
 
 def _norm(module: nn.Module, runtime: ModuleRuntime, fused: Fused) -> Forward:
