@@ -10,7 +10,7 @@ import copy
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -116,6 +116,7 @@ class Case:
         stock_wrap: what makes the stock model data-parallel, where it runs on the rank's own batches.
         optimizer: over the parameters.
         prepare: done to both models before.
+        overlap: whether all collectives that can, run beside products.
     """
 
     family: str
@@ -127,6 +128,7 @@ class Case:
     prepare: Callable[[nn.Module], object] | None = None
     dtype: torch.dtype = torch.float64
     allowed: float = tolerance(torch.float64, 8192)
+    overlap: bool = False
 
 
 def only_layers(model: nn.Module) -> None:
@@ -159,6 +161,7 @@ def made(case: Case) -> tuple[nn.Module, str]:
     return model.train(), plan
 
 
+OVERLAP = {"overlap": ["gather_linear", "linear_reduce", "weight_gradient"], "chunks": 2}
 _proofs: dict[tuple[Any, ...], Any] = {}
 
 
@@ -166,13 +169,14 @@ def parallelized(case: Case, model: nn.Module, plan: str, mesh: DeviceMesh) -> n
     """The model, sharded; each is proved once, as many cases have the same."""
 
     def proved(request: Any) -> Any:
-        key = (case.family, case.dtype, case.prepare, request.size)
+        key = (case.family, case.dtype, case.prepare, case.overlap, request.size)
         if key not in _proofs:
             _proofs[key] = prove(request)
         return _proofs[key]
 
     with mock.patch("tpplan.api.prove", proved):
-        return tpplan.parallelize(model, PLANS / f"{plan}.yaml", mesh)
+        document = tpplan.load_plan(PLANS / f"{plan}.yaml").to_dict()
+        return tpplan.parallelize(model, {**document, **(OVERLAP if case.overlap else {})}, mesh)
 
 
 def run_case(case: Case, mesh: DeviceMesh) -> str:
@@ -227,13 +231,19 @@ def caught(found: dict[str, str], name: str) -> Iterator[None]:
             found[name] += traceback.format_exc()[-2500:]
 
 
-def run_cases(member: Member, names: list[str], shape: tuple[int, ...], axes: tuple[str, ...] = ("dp", "tp")) -> Any:
+def run_cases(
+    member: Member,
+    names: list[str],
+    shape: tuple[int, ...],
+    axes: tuple[str, ...] = ("dp", "tp"),
+    overlap: bool = False,
+) -> Any:
     """What came of each case on this rank."""
     mesh = member.mesh(*shape, names=axes)
     found: dict[str, str] = {}
     for name in names:
         with caught(found, name):
-            found[name] = run_case(CASES[name], mesh)
+            found[name] = run_case(replace(CASES[name], overlap=overlap), mesh)
     return found
 
 

@@ -47,6 +47,14 @@ def test_two_replicas_of_two_parts_are_the_unsharded_model(names: list[str]) -> 
 
 @pytest.mark.sweep
 @pytest.mark.processes
+def test_so_they_are_with_collectives_beside_products() -> None:
+    names = [*QUICK, *SLOW, *SWEPT]
+    for found in world(4).run(run_cases, names, (2, 2), ("dp", "tp"), True, seconds=900):
+        assert found == dict.fromkeys(names, "")
+
+
+@pytest.mark.sweep
+@pytest.mark.processes
 @pytest.mark.parametrize("shape", [(2, 1, 2), pytest.param((1, 2, 2), marks=pytest.mark.sweep)], ids=str)
 def test_replicas_of_replicas_that_cut_their_parameters(shape: tuple[int, ...]) -> None:
     for found in world(4).run(run_cases, HSDP, shape, ("replicate", "dp", "tp"), seconds=600):
