@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.loss import part_of
+from tpplan.plan.taken import FLAG, SIZE, TEXT, optional
 from tpplan.runtime.classes import class_choices
+from tpplan.taken_models import MODEL, RANKS_OF, TENSOR, takes_in_graphs
 
 
+@takes_in_graphs(logits=TENSOR, keepdim=FLAG, model=optional(MODEL), mesh=RANKS_OF, axis=TEXT, classes=optional(SIZE))
 def argmax(
     logits: Tensor,
     *,
@@ -51,6 +54,7 @@ def argmax(
     return made[..., None] if keepdim else made
 
 
+@takes_in_graphs(logits=TENSOR, k=SIZE, model=optional(MODEL), mesh=RANKS_OF, axis=TEXT, classes=optional(SIZE))
 def top_k(
     logits: Tensor,
     k: int,

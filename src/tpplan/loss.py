@@ -22,12 +22,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from tpplan.plan import PlanError
+from tpplan.plan.taken import NUMBER, SIZE, TEXT, WHOLE, optional
 from tpplan.runtime.classes import class_losses as over_classes
 from tpplan.runtime.classes.class_losses import ClassPart, Loss
 from tpplan.runtime.modules.module_runtime import RUNTIME, ModuleRuntime
 from tpplan.runtime.modules.sharded_modules import ShardedRoot
 from tpplan.runtime.parameters.packed_tensors import PackedShard
 from tpplan.runtime.ranks.communicator import Communicator, ProcessGroupCommunicator
+from tpplan.taken_models import MODEL, RANKS_OF, TENSOR, takes_in_graphs
 
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -36,6 +38,10 @@ class LossError(PlanError):
     """What was passed doesn't tell which part of the classes this rank has, or isn't what a loss takes."""
 
 
+@takes_in_graphs(
+    logits=TENSOR, chunk=optional(SIZE), model=optional(MODEL), mesh=RANKS_OF, axis=TEXT, classes=optional(SIZE),
+    target=TENSOR, weight=optional(TENSOR), ignore_index=WHOLE, reduction=TEXT, label_smoothing=NUMBER, z_loss=NUMBER,
+)  # fmt: skip
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -94,6 +100,11 @@ def cross_entropy(
     return over_classes.cross_entropy(local, target, weight, loss, part, local.dim() - 1)
 
 
+@takes_in_graphs(
+    hidden=TENSOR, head=TENSOR, bias=optional(TENSOR), chunk=optional(SIZE), mesh=RANKS_OF, axis=TEXT,
+    classes=optional(SIZE),
+    target=TENSOR, weight=optional(TENSOR), ignore_index=WHOLE, reduction=TEXT, label_smoothing=NUMBER, z_loss=NUMBER,
+)  # fmt: skip
 def linear_cross_entropy(
     hidden: Tensor,
     head: Tensor,
@@ -158,6 +169,7 @@ def linear_cross_entropy(
     return over_classes.linear_cross_entropy(hidden, (local, own_bias), target, weight, loss, part)
 
 
+@takes_in_graphs(logits=TENSOR, model=optional(MODEL), mesh=RANKS_OF, axis=TEXT, classes=optional(SIZE))
 def part_of(
     logits: Tensor,
     model: nn.Module | None = None,

@@ -34,10 +34,10 @@ from tpplan.hf.hub import cached_model
 from tpplan.hf.library import UnusableError
 from tpplan.initialize import init_weights
 from tpplan.plan import ArgumentError, Plan, Severity
-from tpplan.plan.taken import FLAG, FOLDER, RANKS, optional, takes
+from tpplan.plan.taken import FLAG, FOLDER, PROGRESS, RANKS, TEXTS, optional, takes
 from tpplan.plan.vocabulary import AUTO
 from tpplan.plan.warned import warn_user
-from tpplan.taken_models import MESH
+from tpplan.taken_models import DTYPE_OR_NAME, INPUTS, MESH
 
 _BY_HAND = "build the model under `torch.device('meta')`, then call `tpplan.parallelize` and `tpplan.load_weights`"
 
@@ -74,7 +74,17 @@ class _Ready:
     digests: Mapping[str, str]
 
 
-@takes(folder=FOLDER, mesh=MESH, tp=optional(RANKS), sequence_parallel=FLAG, strict=FLAG)
+@takes(
+    folder=FOLDER,
+    mesh=MESH,
+    dtype=DTYPE_OR_NAME,
+    tp=optional(RANKS),
+    inputs=INPUTS,
+    sequence_parallel=FLAG,
+    rename=optional(TEXTS),
+    strict=FLAG,
+    progress=PROGRESS,
+)
 def from_pretrained(
     folder: str | os.PathLike[str],
     plan: AskedPlan = AUTO,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.plan import Plan
-from tpplan.plan.taken import PLAN_SOURCE, ArgumentKind
+from tpplan.plan.taken import PLAN_SOURCE, ArgumentKind, takes
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _of_model(came: Any) -> str:
@@ -39,7 +44,8 @@ INPUTS: Final = ArgumentKind(
     "an example call: a dict of keywords, a tuple of positional arguments, or one tensor",
 )
 DEVICE: Final = ArgumentKind(
-    lambda held: held is None or isinstance(held, (str, int, torch.device)), "a device of torch, or None"
+    lambda held: held is None or (isinstance(held, (str, int, torch.device)) and not isinstance(held, bool)),
+    "a device of torch, or None",
 )
 DTYPE: Final = ArgumentKind(
     lambda held: held is None or isinstance(held, torch.dtype),
@@ -47,4 +53,52 @@ DTYPE: Final = ArgumentKind(
     lambda came: f"write `torch.{came}`" if isinstance(came, str) and hasattr(torch, came) else "",
 )
 
-__all__ = ["DEVICE", "DTYPE", "INPUTS", "MESH", "MODEL", "PLAN"]
+DTYPE_OR_NAME: Final = ArgumentKind(
+    lambda held: DTYPE.fits(held) or isinstance(held, str), "a dtype of torch, its name, or None"
+)
+BUILD: Final = ArgumentKind(
+    lambda held: held is None or (callable(held) and not isinstance(held, nn.Module)),
+    "a function that makes the model, or None",
+)
+TENSOR: Final = ArgumentKind(lambda held: isinstance(held, torch.Tensor), "a tensor")
+TENSORS: Final = ArgumentKind(
+    lambda held: isinstance(held, Iterable) and not isinstance(held, (str, bytes, Mapping)),
+    "a tensor, or several of them",
+    lambda came: "pass `model.parameters()`" if isinstance(came, nn.Module) else "",
+)
+RANKS_OF: Final = ArgumentKind(
+    lambda held: held is None or isinstance(held, (DeviceMesh, ProcessGroup)),
+    "a DeviceMesh, a ProcessGroup, or None",
+    _of_mesh,
+)
+
+
+def takes_in_graphs(**kinds: ArgumentKind) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """As `takes`, of functions that torch.compile may meet: what it traces isn't checked."""
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        checked = takes(**kinds)(function)
+
+        @functools.wraps(checked)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return (function if torch.compiler.is_compiling() else checked)(*args, **kwargs)
+
+        return call
+
+    return decorated
+
+
+__all__ = [
+    "BUILD",
+    "DEVICE",
+    "DTYPE",
+    "DTYPE_OR_NAME",
+    "INPUTS",
+    "MESH",
+    "MODEL",
+    "PLAN",
+    "RANKS_OF",
+    "TENSOR",
+    "TENSORS",
+    "takes_in_graphs",
+]

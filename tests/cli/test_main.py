@@ -87,6 +87,25 @@ def test_wrong_usage_exits_with_2_and_says_so_on_stderr(arguments: str, capsys: 
         ("validate x --overlap", "tpplan validate: `--overlap` isn't an option; write `overlap:` in the plan"),
         ("checkpoint inspect x --modle=y", "tpplan checkpoint inspect: there is no option `--modle`; did you mean"),
         ("rule TP001 TP002", "tpplan rule: `TP002` is one argument too many"),
+        ("--versoin", "tpplan: there is no option `--versoin`; did you mean `--version`?"),
+        ("checkpoint inspct x", "tpplan checkpoint: ACTION: there is no `inspct`; did you mean `inspect`? There are"),
+        ("bench overhaed", "tpplan bench: BENCHMARK: there is no `overhaed`; did you mean `overhead`? There are"),
+        ("verify x --model m --dtype bf16", "tpplan verify: --dtype: there is no `bf16`; did you mean `bfloat16`?"),
+        ("validate x --model m --tp 2,4", "tpplan validate: --tp: write several one by one: --tp 2 4"),
+        ("validate x --strict=yes", "tpplan validate: --strict: it takes no value"),
+        ("plans --show", "tpplan plans: --show: it takes a value"),
+        ("advise --gpus 8", "tpplan advise: name a model with --model REF"),
+        ("advise --model hf:llama --gpus 2 --tp 2", "tpplan advise: there is no option `--tp`\n"),
+        ("explain llama --model m --optimizer sgd", "tpplan explain: --optimizer is of an estimate, which takes --gpu"),
+        ("explain llama --model m --assumptions", "tpplan explain: --assumptions is of an estimate, which takes --gpu"),
+        ("diff a b --dp 2", "tpplan diff: --dp is of an estimate, which takes --gpu or --topology"),
+        ("suggest --model m --from-deepspeed no.json", "tpplan suggest: --from-deepspeed: there is no file no.json"),
+        ("explain llama --model m --topology no.yaml", "TP220 unknown-name: there is no topology file `no.yaml`"),
+        (
+            "explain llama --model m --gpu H100",
+            "TP220 unknown-name: there is no GPU `H100`\nhelp: did you mean `h100`?",
+        ),
+        ("plans nosuch", "tpplan plans: no shipped plan matches `nosuch`; `tpplan plans` lists them all"),
     ],
 )
 def test_what_there_isnt_is_refused_with_what_there_is(
@@ -94,6 +113,38 @@ def test_what_there_isnt_is_refused_with_what_there_is(
 ) -> None:
     assert main(arguments.split()) == 2
     assert capsys.readouterr().err.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            "advise --modle x --gpus 0 --format htm",
+            [
+                "there is no option `--modle`; did you mean `--model`?",
+                "--gpus: 0 is less than 1",
+                "--format: there is no `htm`; there are rich, json, markdown",
+            ],
+        ),
+        (
+            "explain --tpp 2 --sequence=x --format html --dp 0",
+            [
+                "there is no option `--tpp`; did you mean `--tp`?",
+                "name a model with --model REF, a folder",
+                "--dp: 0 is less than 1",
+                "--sequence: 'x' isn't a whole number",
+            ],
+        ),
+        ("diff", ["`A` and `B` are missing"]),
+        ("validate x --modle m --sett a=b", ["there is no option `--modle`; did", "there is no option `--sett`; did"]),
+    ],
+)
+def test_all_mistakes_are_told_at_once(arguments: str, says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments.split()) == 2
+    *told, last = capsys.readouterr().err.splitlines()
+    called = f"tpplan {arguments.split()[0]}"
+    assert len(told) == len(says) and all(map(str.startswith, sorted(told), sorted(f"{called}: {x}" for x in says)))
+    assert last == f"`{called} --help` says what it takes"
 
 
 def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:

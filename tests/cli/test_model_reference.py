@@ -70,6 +70,7 @@ FILES = {
 }
 WITH_TRANSFORMERS = [
     ("llama", NO_FORM, "did you mean `hf:llama`?"),
+    ("hf:LLAMA", "no model type `LLAMA`", "`hf:llama`"),
     ("HF:lamma", "no model type `lamma`", "`hf:llama`"),
     ("hf:", "no model type ``", "such as `llama`"),
     ("misspelt.json", "no model type `llamma`", "did you mean `hf:llama`"),
@@ -122,7 +123,10 @@ def test_a_config_s_own_reason_is_told_whole(settings: dict[str, str], reason: s
     pytest.importorskip("transformers")
     with pytest.raises(PlanError) as caught:
         load_model("hf:llama", {"num_hidden_layers": "1"} | settings)
-    assert reason in caught.value.diagnostics[0].message
+    found = caught.value.diagnostics[0]
+    assert reason in found.message and all(
+        f"--set {key}={value}" in (found.help or "") for key, value in settings.items()
+    )
 
 
 @pytest.mark.parametrize("name", ["owner/small-llama", "small-llama"])

@@ -41,6 +41,13 @@ def test_auto_is_the_plan_that_it_finds(command: list[str], capsys: pytest.Captu
     assert "llama-for-causal-lm" in capsys.readouterr().out
 
 
+def test_one_rank_has_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["suggest", *(word for word in MODEL if word not in ("--tp", "2")), "--tp", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "# LlamaForCausalLM over 1 rank, which has all of it" in text and "mlp.down_proj: rowwise" in text
+    assert "single head" not in text and "Left whole" not in text and "1 ranks" not in text
+
+
 def test_nothing_to_import_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["suggest", "--model", "hf:gpt2", "--set", "n_layer=1", "--from-hf"]) == 1
     assert "TP123" in capsys.readouterr().err

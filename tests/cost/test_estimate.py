@@ -183,7 +183,7 @@ def test_a_name_that_is_not_known_is_told_with_those_that_are(
 
 @pytest.mark.parametrize("options", [{"dp": 0}, {"batch": 0}, {"sequence": -1}, {"overlap": 2}])
 def test_a_size_that_cannot_be_is_refused(compiled: tpplan.Program, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="must be"):
+    with pytest.raises(ValueError, match="takes a"):
         tpplan.estimate(compiled, **options)
 
 

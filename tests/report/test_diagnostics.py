@@ -51,6 +51,16 @@ def test_the_order_is_that_of_the_file_and_what_has_no_place_comes_last() -> Non
     assert places == [1, 3, 4, 4, 5, 5, None, None]
 
 
+def test_a_help_is_shown_once() -> None:
+    """As of another model's plan, each of whose patterns matches nothing."""
+    _, found = check_plan({"version": 1, "modules": {"a": "x", "b": "x", "c": "colwize"}})
+    texts = [render(found), str(tpplan.PlanError(found))]
+    for text in texts:
+        assert text.count("use `colwise`") == 1 and text.count("did you mean `colwise`?") == 1
+        assert text.count("TP005") == 3
+    assert all(record["help"] for record in json.loads(render(found, Format.JSON)))
+
+
 def test_without_colour_there_are_no_escapes() -> None:
     assert "\x1b" not in render(mixed_findings())
     plain = re.sub(r"\x1b\[[0-9;]*m", "", render(mixed_findings(), color=True))

@@ -97,6 +97,74 @@ def test_a_list_and_one_tensor_are_calls_as_well() -> None:
     assert compiled(inputs=[X]).digest == compiled(inputs=X).digest == compiled(inputs={"x": X}).digest
 
 
+TAKEN_AS_THEY_COME = {
+    "operator": "an object of torch.library of any kind; what isn't one is an OperatorRuleError",
+    "plan": "of `known_plan`, where ranks agree on what fails",
+    "inputs": "of `example_call`, likewise",
+    "options": "of transformers' `generate`",
+}
+
+
+def test_each_argument_of_each_public_function_is_checked() -> None:
+    functions = [
+        held
+        for place in (tpplan, tpplan.loss, tpplan.generation)
+        for name in place.__all__
+        if inspect.isfunction(held := getattr(place, name)) and inspect.signature(held).parameters
+    ]
+    assert len(functions) >= 20
+    for function in functions:
+        kinds = function.taken
+        unchecked = set(inspect.signature(function).parameters) - set(kinds)
+        assert unchecked <= set(TAKEN_AS_THEY_COME), (function.__name__, unchecked)
+        assert not [name for name, kind in kinds.items() if kind.fits(object())], function.__name__
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: compiled(tp=int), "`tp` takes a number of ranks, at least 1, not the class `int`"),
+        (lambda: compiled(device=True), "`device` takes a device of torch, or None, not True"),
+        (lambda: tpplan.verify(MLP(), PLAN, 2, (X,), seed="0"), "`seed` takes a whole number, not the text '0'"),
+        (lambda: tpplan.verify(MLP(), PLAN, 2, (X,), timeout=0), "`timeout` takes a number of seconds, more than 0"),
+        (lambda: tpplan.verify(MLP(), PLAN, 2, (X,), progress=True), "`progress` takes a function, or None, not True"),
+        (lambda: tpplan.load_weights(MLP(), None), "`source` takes a path, as text or a Path, not None"),
+        (lambda: tpplan.load_weights(MLP(), "x", rename="a"), "`rename` takes a mapping of text to text, or None"),
+        (lambda: tpplan.load_weights(MLP(), "x", rename={"a": 1}), "`rename` takes"),
+        (lambda: tpplan.load_weights(MLP(), "x", strict=None), "`strict` takes True or False, not None"),
+        (lambda: tpplan.load_weights(MLP(), "x", progress=1), "`progress` takes True, False, None or a function"),
+        (lambda: tpplan.save_weights(MLP(), "x", file_bytes="5GB"), "`file_bytes` takes a whole number, at least 1"),
+        (lambda: tpplan.init_weights(MLP(), build=MLP()), "`build` takes a function that makes the model"),
+        (lambda: tpplan.init_weights(MLP(), device=1.5), "`device` takes"),
+        (lambda: tpplan.observe(MLP(), "print"), "`hook` takes a function, not the text 'print'"),
+        (lambda: tpplan.estimate(MLP()), "`program` takes a Program, which `tpplan.compile_plan` makes, not an? `MLP`"),
+        (lambda: tpplan.estimate(compiled(), 100), "`gpu` takes text, not the number 100"),
+        (lambda: tpplan.estimate(compiled(), dp=0), "`dp` takes a whole number, at least 1, not the number 0"),
+        (lambda: tpplan.estimate(compiled(), overlap=2), "`overlap` takes a number from 0 to 1, not the number 2"),
+        (
+            lambda: tpplan.advise(MLP(), "8", batch=1, sequence=1),
+            "`gpus` takes a whole number, at least 1",
+        ),
+        (lambda: tpplan.advise(MLP, 8, batch=1, sequence=1), "`model` takes .*: make one of it"),
+        (lambda: tpplan.advise(MLP(), 8, sequence=1), "missing a required argument: 'batch'|'batch'"),
+        (
+            lambda: tpplan.clip_grad_norm_(MLP(), 1.0),
+            "`parameters` takes .*: pass `model.parameters",
+        ),
+        (lambda: tpplan.clip_grad_norm_([], "1"), "`max_norm` takes a number, not the text '1'"),
+        (lambda: tpplan.operator(len), "`rule` takes text"),
+        (lambda: tpplan.register_operator("a::b", "n -> n", linear="x"), "`linear` takes a list of arguments' names"),
+        (lambda: tpplan.loss.cross_entropy(X, [0, 1]), "`target` takes a tensor, not a `list`"),
+        (lambda: tpplan.loss.cross_entropy(X, X, mesh="tp"), "`mesh` takes a DeviceMesh, a ProcessGroup, or None"),
+        (lambda: tpplan.generation.top_k(X, 0), "`k` takes a whole number, at least 1, not the number 0"),
+        (lambda: tpplan.generation.argmax(X.tolist()), "`logits` takes a tensor, not a `list`"),
+    ],
+)
+def test_whatever_is_passed_is_looked_at_before_anything_is_made_of_it(call: Callable[[], Any], says: str) -> None:
+    with pytest.raises(tpplan.ArgumentError, match=says):
+        call()
+
+
 def test_signatures_are_shown_as_they_were_written() -> None:
     names = ["model", "plan", "tp", "inputs", "device", "partial"]
     assert list(inspect.signature(tpplan.compile_plan).parameters) == names

@@ -22,7 +22,7 @@ from tpplan.compiler.trace.preconditions import MARK
 from tpplan.compiler.trace.surroundings import generators
 from tpplan.inputs import example_call
 from tpplan.plan.taken import COUNT, takes
-from tpplan.taken_models import MODEL
+from tpplan.taken_models import INPUTS, MODEL
 
 _TOKENS = 3  # the prompt's and two after it: the first of these finds a cache that is new, the second one that isn't
 _ROUNDS = 3  # as many
@@ -31,7 +31,7 @@ _OURS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "stoppi
 _OF_ASSISTANTS = ("assistant_model", "assistant_tokenizer", "tokenizer", "prompt_lookup_num_tokens")
 
 
-@takes(model=MODEL, candidates=COUNT)
+@takes(model=MODEL, inputs=INPUTS, candidates=COUNT)
 def warm_up(
     model: nn.Module, inputs: Mapping[str, Any] | Tensor | None = None, *, candidates: int = 0, **options: Any
 ) -> None:

@@ -26,7 +26,7 @@ from tpplan.checkpoint.told_bytes import Progress, shown
 from tpplan.checkpoint.wanted import Match, Wanted, match
 from tpplan.compat.dtensors import local_of
 from tpplan.plan import Diagnostic, Severity
-from tpplan.plan.taken import takes
+from tpplan.plan.taken import FLAG, FOLDER, PROGRESS, TEXTS, optional, takes
 from tpplan.plan.warned import warn_user
 from tpplan.runtime.compiled.compiled_before import bare
 from tpplan.runtime.parameters.distribute import device_of_mesh
@@ -90,7 +90,7 @@ class _LoadJob:
     meter: Meter
 
 
-@takes(model=MODEL)
+@takes(model=MODEL, source=FOLDER, rename=optional(TEXTS), strict=FLAG, progress=PROGRESS)
 def load_weights(
     model: nn.Module,
     source: str | os.PathLike[str],

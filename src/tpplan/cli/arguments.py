@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import os
-import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from tpplan.cli.exit_codes import FAILED
+from tpplan.cli.mistakes import MODEL_HELP
 
 if TYPE_CHECKING:
     Options = argparse._ActionsContainer  # pyright: ignore[reportPrivateUsage]
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # pyright: ignore[reportPrivateUsage]
 
-MODEL_HELP = (
-    "a folder or file with a transformers config.json, a model in the Hugging Face cache (OWNER/NAME), hf:MODEL_TYPE, "
-    "package.module:callable or FILE.py:callable"
-)
 PLAN_HELP = "a plan file, or a shipped plan's name"
 AUTO_HELP = f"{PLAN_HELP}, or auto to have one found"
 PICTURES = ("html", "svg", "mermaid")
 _PIPED_WIDTH = 100
-_NO_MODEL = "the following arguments are required: --model"  # argparse's words
 
 
 def add_command(
@@ -43,7 +36,6 @@ def add_command(
     parser.add_argument(
         "--traceback", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an internal error"
     )
-    parser.set_defaults(options=lambda: re.findall(r"(?<!\w)--[a-z][a-z-]*", parser.format_usage()))
     return parser
 
 
@@ -75,13 +67,11 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
     )
     group.add_argument("--batch", type=positive, metavar="N", help="the batch size of the example inputs")
     group.add_argument("--sequence", type=positive, metavar="N", help="the sequence length of the example inputs")
-    if required:
-        parser.error = functools.partial(_refuse, parser, parser.error)
 
 
 def add_sizes_argument(parser: Options, help: str) -> None:
     """Add `--tp`, which takes one number of ranks or several: `--tp 2 4`, or `--tp 2 --tp 4`."""
-    parser.add_argument("--tp", dest="sizes", type=positive, action="append", metavar="N", help=help)
+    parser.add_argument("--tp", dest="sizes", type=_size, action="append", metavar="N", help=help)
 
 
 def add_output_argument(parser: argparse.ArgumentParser, what: str, *names: str, folder: bool = False) -> None:
@@ -103,13 +93,6 @@ def with_sizes_apart(words: Sequence[str]) -> list[str]:
     return apart
 
 
-def _refuse(parser: argparse.ArgumentParser, usual: Callable[[str], NoReturn], message: str) -> NoReturn:
-    """As argparse refuses arguments, but in our own words where only a model is missing."""
-    if message == _NO_MODEL:
-        parser.exit(FAILED, f"{parser.prog}: name a model with --model REF, {MODEL_HELP}\n")
-    usual(message)
-
-
 def terminal_width(least: int = 80) -> int:
     """How wide output may be: COLUMNS comes first, then the terminal's own width; a pipe has neither."""
     return max(shutil.get_terminal_size((_PIPED_WIDTH, 0)).columns, least)
@@ -124,6 +107,12 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
+
+
+def _size(text: str) -> int:
+    if "," in text:
+        raise argparse.ArgumentTypeError(f"write several one by one: --tp {text.replace(',', ' ')}")
+    return positive(text)
 
 
 def _writable_file(text: str) -> Path:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpplan.cli.arguments import add_command, add_output_argument
 from tpplan.cli.exit_codes import CLEAN, UsageError
+from tpplan.cli.mistakes import no_such
 
 if TYPE_CHECKING:
     from tpplan.cli.arguments import Subparsers
@@ -70,7 +71,7 @@ def register(subparsers: Subparsers) -> None:
 def _name(text: str) -> str:
     name = _BEFORE.get(text, text)
     if name not in (*_NAMES, _KERNELS):
-        raise argparse.ArgumentTypeError(f"no benchmark is called {text!r}; choose from {', '.join(_NAMES)}")
+        raise argparse.ArgumentTypeError(no_such(text, _NAMES))
     return name
 
 

@@ -8,10 +8,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tpplan.cli.arguments import positive, terminal_width
+from tpplan.cli.exit_codes import UsageError
 
 if TYPE_CHECKING:
     from tpplan.compiler.ir.program import Program
     from tpplan.cost.estimates import Estimate
+
+
+DEFAULT_GPU = "h100"
 
 
 def add_gpu_arguments(parser: argparse.ArgumentParser, gpu: str | None) -> None:
@@ -25,21 +29,26 @@ def add_cost_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
     """Add `--gpu`, `--topology`, and what an estimate takes beside a program; returns the group."""
     add_gpu_arguments(parser, gpu=None)
     group = parser.add_argument_group("with --gpu or --topology")
-    group.add_argument("--optimizer", default="adamw", metavar="NAME", help="the optimizer (default: adamw)")
+    group.add_argument("--optimizer", metavar="NAME", help="the optimizer (default: adamw)")
     group.add_argument(
-        "--checkpointing", default="none", metavar="KIND", help="of activations: none, selective or full"
+        "--checkpointing", metavar="KIND", help="of activations: none, selective or full (default: none)"
     )
-    group.add_argument("--dp", type=positive, default=1, metavar="N", help="replicas of the plan's ranks (default: 1)")
+    group.add_argument("--dp", type=positive, metavar="N", help="replicas of the plan's ranks (default: 1)")
     group.add_argument("--fsdp", action="store_true", help="replicas share parameters, gradients and optimizer state")
     return group
 
 
-def check_costs(arguments: argparse.Namespace) -> None:
-    """Look at what is asked for by name, before anything is compiled."""
-    if is_priced(arguments):
+def check_costs(arguments: argparse.Namespace, *, drawn: bool = False) -> None:
+    """Look at what is asked for by name, before anything is compiled; `drawn` has costs without `--gpu`, too."""
+    usual = {"optimizer": "adamw", "checkpointing": "none", "dp": 1, "fsdp": False, "assumptions": False}
+    for name, value in usual.items():
+        if not drawn and not is_priced(arguments) and getattr(arguments, name, None):
+            raise UsageError(f"--{name} is of an estimate, which takes --gpu or --topology")
+        setattr(arguments, name, getattr(arguments, name, None) or value)
+    if drawn or is_priced(arguments):
         from tpplan.cost.asked_costs import asked_cluster
 
-        asked_cluster(arguments.gpu, arguments.topology, arguments.optimizer, arguments.checkpointing)
+        asked_cluster(arguments.gpu or DEFAULT_GPU, arguments.topology, arguments.optimizer, arguments.checkpointing)
 
 
 def is_priced(arguments: argparse.Namespace) -> bool:
@@ -54,7 +63,7 @@ def cost_of(arguments: argparse.Namespace, program: Program) -> Estimate | None:
     from tpplan.forecast.estimate import estimate
 
     return estimate(
-        program, arguments.gpu or "h100", optimizer=arguments.optimizer, checkpointing=arguments.checkpointing,
+        program, arguments.gpu or DEFAULT_GPU, optimizer=arguments.optimizer, checkpointing=arguments.checkpointing,
         dp=arguments.dp, fsdp=arguments.fsdp, topology=arguments.topology,
     )  # fmt: skip
 

@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--gpu is about a step of the whole model; leave out MODULE, --premises and --inference")
     if arguments.why and arguments.module is None:
         raise UsageError("--why is about a module; give MODULE")
-    check_costs(arguments)
+    check_costs(arguments, drawn=arguments.format == "html")
     plan = plan_named(arguments.plan)
     if arguments.inference:
         from tpplan.cli.explain_inference import show_inference

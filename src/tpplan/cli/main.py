@@ -32,6 +32,7 @@ from tpplan.cli import (
 from tpplan.cli.arguments import PICTURES, with_sizes_apart
 from tpplan.cli.completion import complete
 from tpplan.cli.exit_codes import BROKEN_PIPE, CLEAN, FAILED, INTERRUPTED, UsageError, exit_code
+from tpplan.cli.mistakes import CommandParser, MisuseError, parsed
 from tpplan.progress import shown
 
 if TYPE_CHECKING:
@@ -71,20 +72,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
         complete(parser)
-    commands = [command.__name__.rpartition(".")[2] for command in _COMMANDS]
-    if words and not words[0].startswith("-") and words[0] not in commands:
-        return _refuse("tpplan", f"there is no command `{words[0]}`", words[0], commands)
     try:
-        parsed, unknown = parser.parse_known_args(words)
+        namespace = parsed(parser, words)
     except SystemExit as exit_request:
         return exit_request.code if isinstance(exit_request.code, int) else FAILED
-    if unknown:
-        return _refuse_unknown(parsed, unknown)
-    sizes: list[int] = list(dict.fromkeys(getattr(parsed, "sizes", None) or ()))
-    parsed.sizes, parsed.tp = sizes, sizes[0] if sizes else None
-    if len(sizes) < 2 or getattr(parsed, "together", False):
-        return _run(parsed)
-    return _run_each(parsed, sizes)
+    except MisuseError as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    sizes: list[int] = list(dict.fromkeys(getattr(namespace, "sizes", None) or ()))
+    namespace.sizes, namespace.tp = sizes, sizes[0] if sizes else None
+    if len(sizes) < 2 or getattr(namespace, "together", False):
+        return _run(namespace)
+    return _run_each(namespace, sizes)
 
 
 def _run_each(parsed: argparse.Namespace, sizes: list[int]) -> int:
@@ -137,31 +136,8 @@ def _called(parsed: argparse.Namespace) -> str:
     return " ".join(filter(None, ["tpplan", parsed.command, getattr(parsed, "action", "")]))
 
 
-def _refuse_unknown(parsed: argparse.Namespace, unknown: Sequence[str]) -> int:
-    """Say what to write in place of words that the command doesn't take."""
-    from tpplan.plan.plan_keys import PLAN_KEYS
-
-    called = _called(parsed)
-    option = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
-    if option is None:
-        return _refuse(called, f"`{unknown[0]}` is one argument too many")
-    key = option.lstrip("-").replace("-", "_")
-    if key in PLAN_KEYS:
-        return _refuse(called, f"`{option}` isn't an option; write `{key}:` in the plan")
-    return _refuse(called, f"there is no option `{option}`", option, parsed.options())
-
-
-def _refuse(called: str, message: str, word: str = "", known: Sequence[str] = ()) -> int:
-    from tpplan.plan.nearest import did_you_mean
-
-    near = did_you_mean(word, known)
-    tail = f"; did you mean `{near}`?" if near else ""
-    print(f"{called}: {message}{tail}\n`{called} --help` says what it takes", file=sys.stderr)
-    return FAILED
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="tpplan",
         description="A compiler for tensor parallelism in PyTorch: checks plans, explains them and proves them.",
         epilog=_EXAMPLES,

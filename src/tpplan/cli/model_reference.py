@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,8 @@ from tpplan.cli.model_problem import first_line, problem
 from tpplan.hf.configs import StoredConfig, default_config, known_types, read_config, read_fields, require_type
 from tpplan.hf.hub import cached_model, may_be_id, not_cached
 from tpplan.hf.library import UnusableError
+from tpplan.plan.nearest import nearest_words
+from tpplan.plan.wording import all_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -91,7 +92,7 @@ def _of_transformers(reference: str, read: Callable[[], StoredConfig]) -> _Made:
 
 def _meant(reference: str) -> str:
     """What a reference of no known form may have been meant for."""
-    close = get_close_matches(reference.strip(":"), known_types(), 1, 0.8)
+    close = nearest_words(reference.strip(":"), known_types(), 1, 0.8)
     if close:
         return f"did you mean `hf:{close[0]}`?"
     if reference and not reference.startswith((".", ":")) and "/" not in reference and reference.isprintable():
@@ -134,17 +135,21 @@ def _transformers_model(
             config.dtype = torch.float32
         return build_stock(named_class(config) or usual_class(config), config)
     except UnusableError as error:
-        raise problem(error.message, error.way_out) from None
+        raise problem(error.message, _check(overrides) if overrides else error.way_out) from None
+
+
+def _check(overrides: Mapping[str, Any]) -> str:
+    return f"check {all_of(f'--set {key}={value}' for key, value in overrides.items())}"
 
 
 def _overridden(stored: StoredConfig, overrides: dict[str, Any], reference: str) -> Any:
     for key in overrides:
         if not hasattr(stored.config, key) and key != "attn_implementation":  # which `to_dict` doesn't show
-            close = get_close_matches(key, list(stored.config.to_dict()), 1)
+            close = nearest_words(key, list(stored.config.to_dict()), 1)
             hint = f"did you mean `{close[0]}`?" if close else "see the config's fields"
             raise problem(f"the config of `{stored.config.model_type}` has no field `{key}`", hint)
     try:
         # Built anew: some fields follow from others, such as a head's size from the hidden size.
         return stored.config.__class__.from_dict({**stored.fields, **overrides}) if overrides else stored.config
     except Exception as error:
-        raise problem(f"`{reference}` can't be built: {first_line(error)}", "check the values of --set") from None
+        raise problem(f"`{reference}` can't be built: {first_line(error)}", _check(overrides)) from None

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     pattern: str = arguments.pattern or "*"
     listed = [plan for plan in shipped_plans() if plan.matches(pattern)]
     if not listed:
-        raise UsageError(f"no shipped plan matches `{pattern}`; {shipped_help(pattern)}")
+        raise UsageError(f"no shipped plan matches `{pattern}`; `tpplan plans` lists them all")
     widths = [max(len(plan.name) for plan in listed), max(len(plan.model) for plan in listed)]
     for plan in listed:
         print(f"{plan.name:<{widths[0]}}  {plan.model:<{widths[1]}}  {plan.summary}")

@@ -74,10 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.from_hf and arguments.from_deepspeed:
         raise UsageError("--from-hf and --from-deepspeed are two plans; leave out one of them")
     if arguments.from_deepspeed and not arguments.from_deepspeed.is_file():
-        from tpplan.plan import CompileError
-
-        message = f"`{arguments.from_deepspeed}` is no file"
-        raise CompileError.of("TP215", message, help="name the JSON file that DeepSpeed is configured by")
+        raise UsageError(f"--from-deepspeed: there is no file {arguments.from_deepspeed}")
     model, inputs = model_and_inputs(arguments)
     text, left_out = _text(model, inputs, arguments)
     for line in left_out:

@@ -13,8 +13,15 @@ from tpplan.cost.cluster import Cluster, cluster_of
 from tpplan.cost.cost_errors import unknown
 from tpplan.cost.state_memory import OPTIMIZERS
 from tpplan.plan import ArgumentError
+from tpplan.plan.taken import SIZE, ArgumentKind
 
 CHECKPOINTING = ("none", "selective", "full")
+TOPOLOGY = ArgumentKind(
+    lambda held: held is None or isinstance(held, (str, os.PathLike, Cluster)), "a YAML file, a Cluster, or None"
+)
+MEMORY = ArgumentKind(
+    lambda held: held is None or isinstance(held, str) or SIZE.fits(held), "bytes, a text such as `70GiB`, or None"
+)
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -55,4 +62,4 @@ def bytes_of(size: int | str) -> int:
     return int(number * _UNITS[unit])
 
 
-__all__ = ["CHECKPOINTING", "asked_cluster", "bytes_of"]
+__all__ = ["CHECKPOINTING", "MEMORY", "TOPOLOGY", "asked_cluster", "bytes_of"]

@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tpplan.cost.cost_errors import unknown
+from tpplan.cost.cost_errors import CostError, unknown
 from tpplan.plan import PlanError
 from tpplan.plan.nodes import ListNode, MapNode, Node, ScalarNode, describe
 from tpplan.plan.problems import Problems, Stop
@@ -109,6 +109,8 @@ def cluster_of(source: str | os.PathLike[str] | Cluster) -> Cluster:
     if text in built_in():
         return _made(text, {})
     path = Path(text)
+    if not path.is_file() and (len(path.parts) > 1 or path.suffix):
+        raise CostError.of("TP220", f"there is no topology file `{text}`", help="name a YAML file, or a GPU by `gpu`")
     if not path.is_file():
         raise unknown("GPU", text, built_in(), "or give the YAML file of a topology")
     problems = Problems()

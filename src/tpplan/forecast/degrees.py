@@ -24,7 +24,7 @@ from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import compile_call
 from tpplan.compiler.request import Request
 from tpplan.cost.advice import Advice, AdviceRow
-from tpplan.cost.asked_costs import CHECKPOINTING, asked_cluster, bytes_of
+from tpplan.cost.asked_costs import CHECKPOINTING, MEMORY, TOPOLOGY, asked_cluster, bytes_of
 from tpplan.cost.cluster import Cluster
 from tpplan.cost.estimates import Estimate
 from tpplan.cost.link_times import Group
@@ -32,17 +32,23 @@ from tpplan.cost.other_degrees import degrees_text, other_degrees
 from tpplan.forecast.estimate import estimate
 from tpplan.forecast.measurement import Measurement
 from tpplan.inputs import with_labels
-from tpplan.plan import ArgumentError, CompileError, Plan, load_plan
+from tpplan.plan import CompileError, Plan, load_plan
 from tpplan.plan.locate import shipped_plan_names
+from tpplan.plan.taken import FLAG, SIZE, TEXT, takes
 from tpplan.progress import doing
 from tpplan.runtime.compiled.compiled_before import bare
 from tpplan.served import served
 from tpplan.suggest import search, write_plan
+from tpplan.taken_models import INPUTS, MODEL
 
 _MOST_GPUS = 4096
 _NODES_OF_TP = 2  # beyond, tensor parallelism never pays
 
 
+@takes(
+    model=MODEL, gpus=SIZE, gpu=TEXT, batch=SIZE, sequence=SIZE, inference=FLAG, target_memory=MEMORY, optimizer=TEXT,
+    topology=TOPOLOGY, inputs=INPUTS, compiled=FLAG,
+)  # fmt: skip
 def advise(
     model: nn.Module,
     gpus: int = 8,
@@ -79,7 +85,7 @@ def advise(
         CostError: TP220, a name that isn't known.
         PlanError: TP221, the topology file has mistakes.
         CompileError: TP111, there are no inputs, and none can be made up.
-        ArgumentError: `gpus`, `batch` or `sequence` is less than 1; or `target_memory` is no size.
+        ArgumentError: an argument is of another kind, or `target_memory` is no size.
 
     Example:
         >>> advice = tpplan.advise(model, gpus=2, gpu="h100", batch=4, sequence=1, inputs={"x": x})
@@ -88,9 +94,6 @@ def advise(
         >>> advice.recommended.reason
         'it fits one GPU: data parallelism sends the least'
     """
-    for name, given in (("gpus", gpus), ("batch", batch), ("sequence", sequence)):
-        if given < 1:
-            raise ArgumentError(f"{name} must be at least 1, not {given}")
     cluster = asked_cluster(gpu, topology, optimizer)
     available = int(cluster.memory * cluster.usable)
     if target_memory is not None:

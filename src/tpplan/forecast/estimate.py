@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tpplan.compiler.ir.program import Program
-from tpplan.cost.asked_costs import asked_cluster
+from tpplan.cost.asked_costs import TOPOLOGY, asked_cluster
 from tpplan.cost.cluster import Cluster
 from tpplan.cost.cost_errors import CostError
 from tpplan.cost.estimates import Estimate, GenerationEstimate, MemoryEstimate, StepEstimate, TimeSlice
@@ -24,11 +24,16 @@ from tpplan.cost.kernel_times import peak_of, task_seconds
 from tpplan.cost.link_times import Group, collective_seconds
 from tpplan.cost.state_memory import optimizer_bytes
 from tpplan.cost.work import COLLECTIVE, Task, Work
-from tpplan.plan import ArgumentError
+from tpplan.plan.taken import FLAG, SHARE, SIZE, TEXT, ArgumentKind, optional, takes
 
+_PROGRAM = ArgumentKind(lambda held: isinstance(held, Program), "a Program, which `tpplan.compile_plan` makes")
 _OPTIMIZER_PASSES = 2  # each byte of parameters, gradients and state is read, and most are written
 
 
+@takes(
+    program=_PROGRAM, gpu=TEXT, optimizer=TEXT, checkpointing=TEXT, dp=SIZE, topology=TOPOLOGY, batch=optional(SIZE),
+    sequence=optional(SIZE), fsdp=FLAG, inference=FLAG, precision=optional(TEXT), compiled=FLAG, overlap=SHARE,
+)  # fmt: skip
 def estimate(
     program: Program,
     gpu: str = "h100",
@@ -66,7 +71,7 @@ def estimate(
         CostError: TP220, something is asked for by a name that isn't known; TP222, the program carries no work, or
             none for that size.
         PlanError: TP221, the topology file has mistakes.
-        ArgumentError: a degree or size is less than 1.
+        ArgumentError: an argument is of another kind, such as a degree less than 1.
 
     Example:
         >>> plan = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
@@ -77,11 +82,6 @@ def estimate(
         True
     """
     cluster = asked_cluster(gpu, topology, optimizer, checkpointing)
-    for name, given in (("dp", dp), ("batch", batch), ("sequence", sequence)):
-        if given is not None and given < 1:
-            raise ArgumentError(f"{name} must be at least 1, not {given}")
-    if not 0 <= overlap <= 1:
-        raise ArgumentError(f"overlap must be between 0 and 1, not {overlap}")
     work = _work(program, batch, sequence, inference)
     if not inference and not work.training:
         raise CostError.of(

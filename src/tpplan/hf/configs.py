@@ -7,13 +7,13 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 from tpplan.hf.library import UnusableError, first_line, transformers_for
+from tpplan.plan.nearest import nearest_words
 from tpplan.plan.wording import one_of
 
 CONFIG = "config.json"
@@ -61,7 +61,7 @@ def require_type(kind: str, what: str) -> None:
     if not known:
         transformers_for(what)
     if kind not in known:
-        close = get_close_matches(kind, known, 3)
+        close = nearest_words(kind, known)
         raise UnusableError(
             f"transformers has no model type `{kind}`",
             f"did you mean {one_of(f'hf:{name}' for name in close)}?"

@@ -21,13 +21,13 @@ from tpplan.initialize.findings import APART, UNKNOWN, InitializationError, find
 from tpplan.initialize.recipe import construction_of
 from tpplan.initialize.targets import misfits, taken
 from tpplan.plan import Diagnostic
-from tpplan.plan.taken import takes
+from tpplan.plan.taken import FLAG, takes
 from tpplan.plan.warned import warn_user
 from tpplan.runtime.parameters.distribute import device_of_mesh
-from tpplan.taken_models import MODEL
+from tpplan.taken_models import BUILD, DEVICE, MODEL
 
 
-@takes(model=MODEL)
+@takes(model=MODEL, build=BUILD, device=DEVICE, missing=FLAG)
 def init_weights(
     model: nn.Module,
     *,

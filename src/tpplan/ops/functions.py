@@ -26,6 +26,8 @@ from tpplan.ops.declared import declare, read_or_refuse, refused, register_by_na
 from tpplan.ops.dims import dims_of, leading_dims, shape_of, sizes_of
 from tpplan.ops.trial import ClaimError
 from tpplan.plan.operator_rule import OperatorRule, Term
+from tpplan.plan.taken import FLAG, TEXT, TEXTS, ArgumentKind, optional, takes
+from tpplan.taken_models import DTYPE
 
 SPACE = "tpplan_declared"
 """The namespace of the operators that stand for functions."""
@@ -35,6 +37,10 @@ _numbers = itertools.count()
 _kept: dict[object, Any] = {}
 _operators: dict[tuple[int, int], Any] = {}
 _calls: dict[tuple[int, str], tuple[Any, list[Any]]] = {}
+_NAMES = ArgumentKind(
+    lambda held: isinstance(held, (list, tuple)) and all(isinstance(x, str) for x in held),  # pyright: ignore
+    "a list of arguments' names",
+)
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
 
 
@@ -226,6 +232,7 @@ def _shown(leaf: Any) -> str:
     return repr(leaf) if isinstance(leaf, _PLAIN) else f"{type(leaf).__name__} {id(leaf)}"  # `_calls` keeps it
 
 
+@takes(rule=TEXT, random=FLAG, audit=FLAG, dtype=DTYPE)
 def operator(
     rule: str,
     *,
@@ -265,6 +272,7 @@ def operator(
     return declared
 
 
+@takes(rule=TEXT, linear=_NAMES, sizes=optional(TEXTS), random=FLAG, audit=FLAG)
 def register_operator(
     operator: Any,
     rule: str,

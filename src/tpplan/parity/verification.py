@@ -31,7 +31,7 @@ from tpplan.parity.rounding import moved_by_rounding
 from tpplan.parity.simulate import run_simulated
 from tpplan.parity.threads import TIMEOUT
 from tpplan.plan import CompileError
-from tpplan.plan.taken import FLAG, RANKS, takes
+from tpplan.plan.taken import FLAG, FUNCTION, RANKS, SECONDS, WHOLE, optional, takes
 from tpplan.rehearsal.prove import prove
 from tpplan.served import served
 from tpplan.taken_models import DTYPE, INPUTS, MODEL
@@ -41,7 +41,17 @@ Progress = Callable[[str], None]
 
 
 @ambience()
-@takes(model=MODEL, tp=RANKS, inputs=INPUTS, processes=FLAG, dtype=DTYPE, partial=FLAG)
+@takes(
+    model=MODEL,
+    tp=RANKS,
+    inputs=INPUTS,
+    processes=FLAG,
+    dtype=DTYPE,
+    seed=WHOLE,
+    timeout=SECONDS,
+    progress=optional(FUNCTION),
+    partial=FLAG,
+)
 def verify(
     model: nn.Module,
     plan: AskedPlan,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final, cast
 
@@ -84,3 +85,14 @@ class Diagnostic:
         if self.span is None:
             return ("\U0010ffff", 0, 0, self.code, self.subject or "", self.message)
         return (self.span.file, self.span.start.line, self.span.start.column, self.code, "", self.message)
+
+
+def told_once(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
+    """Findings as people read them, one after the other: a help that another with the same code has had is left out."""
+    given = set[tuple[str, str | None]]()
+    told: list[Diagnostic] = []
+    for held in diagnostics:
+        way_out = (held.code, held.help)
+        told.append(replace(held, help=None) if way_out in given else held)
+        given.add(way_out)
+    return tuple(told)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Self
 
 from tpplan.plan.catalogue import Severity
-from tpplan.plan.diagnostic import Diagnostic
+from tpplan.plan.diagnostic import Diagnostic, told_once
 
 
 class TpplanError(Exception):
@@ -52,7 +52,7 @@ class TpplanError(Exception):
 
     def __str__(self) -> str:
         """Every finding in one line, each followed by its help and notes."""
-        return "\n".join(diagnostic.text for diagnostic in self.diagnostics) or super().__str__()
+        return "\n".join(diagnostic.text for diagnostic in told_once(self.diagnostics)) or super().__str__()
 
 
 def _made_again(kind: type[TpplanError], held: tuple[object, ...]) -> TpplanError:

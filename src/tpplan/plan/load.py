@@ -147,8 +147,11 @@ class _Loader:
     def not_found(self, text: str) -> Stop:
         """Report a path or name that leads nowhere."""
         shown = shorten(text, 200) or "''"
-        message = "is a folder, not a plan file" if text and _is_folder(text) else "there is no such file"
-        self.problems.add("TP019", message, subject=shown, help=shipped_help(text))
+        if text and _is_folder(text):
+            message, way_out = "is a folder, not a plan file", f"name the plans in it: `{Path(text) / '*.yaml'}`"
+        else:
+            message, way_out = "there is no such file", shipped_help(text)
+        self.problems.add("TP019", message, subject=shown, help=way_out)
         return Stop()
 
     def extended(self, document: Document, chain: tuple[_Origin, ...]) -> tuple[Document, tuple[_Origin, ...]]:

@@ -18,10 +18,15 @@ _BRACES = re.compile(r"(?P<before>[^{}]*)\{(?P<words>[^{}.]*)\}(?P<after>[^{}]*)
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """The known word that's nearest to `word`, if any is near."""
+    return next(iter(nearest_words(word, known, 1)), None)
+
+
+def nearest_words(word: str, known: Iterable[str], most: int = 3, cutoff: float = 0.6) -> list[str]:
+    """The known words that are near to `word`, in any case, the nearest first."""
     from difflib import get_close_matches
 
-    found = get_close_matches(word.lower()[:64], list(known), n=1, cutoff=0.6)
-    return found[0] if found else None
+    spelt = {name.lower(): name for name in known}
+    return [spelt[held] for held in get_close_matches(word.lower()[:64], spelt, most, cutoff)]
 
 
 def word_help(word: str, known: Sequence[str]) -> str:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from tpplan.plan.diagnostic import Diagnostic
 from tpplan.plan.locate import shipped_plan_names, shipped_plan_paths
+from tpplan.plan.nearest import nearest_words
 from tpplan.plan.vocabulary import AUTO
 from tpplan.plan.wording import all_of, one_of
 
 _CLASS = re.compile(r"\b(?!AutoModel)[A-Z]\w*(?:Model|For[A-Z]\w*|Transformer\w*)\b")
-_NEAREST = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +68,12 @@ def naming_shipped(findings: Sequence[Diagnostic], kind: str, model_type: object
 
 def shipped_help(text: str) -> str:
     """What to do where `text` is no plan: the nearest shipped ones, and how to list them."""
-    from difflib import get_close_matches
-
     if text == AUTO:
         return "`auto` is found for a model: name one, or write it down by `tpplan suggest --model REF -o FILE`"
     names = shipped_plan_names()
     if not names:
         return "check the path"
-    near = get_close_matches(Path(text[:200]).stem.lower(), names, _NEAREST) if text else []
+    near = nearest_words(Path(text[:200]).stem, names) if text else []
     if near:
         return f"did you mean the shipped plan {one_of(near)}? `tpplan plans` lists them all"
     return "give a file, or the name of a shipped plan: `tpplan plans` lists them"

@@ -14,7 +14,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
 from tpplan.plan.exceptions import ArgumentError
 from tpplan.plan.wording import with_article
@@ -64,6 +64,7 @@ def takes(**kinds: ArgumentKind) -> Callable[[Callable[P, R]], Callable[P, R]]:
                     raise ArgumentError(f"{function.__name__}: {refusal(name, kind, given[name])}")
             return function(*args, **kwargs)
 
+        checked.taken = kinds  # type: ignore[attr-defined]  # for whoever asks what it takes
         return checked
 
     return decorated
@@ -97,10 +98,32 @@ def _of_ranks(came: Any) -> str:
 
 
 def _is_whole(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool) and not hasattr(value, "shape")
+    return hasattr(value, "__index__") and not isinstance(value, (bool, type)) and not hasattr(value, "shape")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 RANKS: Final = ArgumentKind(lambda n: _is_whole(n) and n >= 1, "a number of ranks, at least 1", _of_ranks)
+SIZE: Final = ArgumentKind(lambda n: _is_whole(n) and n >= 1, "a whole number, at least 1")
+WHOLE: Final = ArgumentKind(_is_whole, "a whole number")
+NUMBER: Final = ArgumentKind(_is_number, "a number")
+SECONDS: Final = ArgumentKind(lambda n: _is_number(n) and n > 0, "a number of seconds, more than 0")
+SHARE: Final = ArgumentKind(lambda n: _is_number(n) and 0 <= n <= 1, "a number from 0 to 1")
+TEXT: Final = ArgumentKind(lambda held: isinstance(held, str), "text")
+FUNCTION: Final = ArgumentKind(callable, "a function")
+PROGRESS: Final = ArgumentKind(
+    lambda held: held is None or isinstance(held, bool) or (callable(held) and not isinstance(held, type)),
+    "True, False, None or a function of two numbers of bytes",
+)
+TEXTS: Final = ArgumentKind(
+    lambda held: (
+        isinstance(held, Mapping)
+        and all(isinstance(text, str) for pair in cast("Mapping[Any, Any]", held).items() for text in pair)
+    ),
+    "a mapping of text to text",
+)
 COUNT: Final = ArgumentKind(lambda n: _is_whole(n) and n >= 0, "a whole number, at least 0")
 FLAG: Final = ArgumentKind(lambda held: isinstance(held, bool), "True or False")
 FOLDER: Final = ArgumentKind(lambda held: isinstance(held, (str, os.PathLike)), "a path, as text or a Path")
@@ -116,4 +139,23 @@ def optional(kind: ArgumentKind) -> ArgumentKind:
     return ArgumentKind(lambda held: held is None or kind.fits(held), f"{kind.text}, or None", kind.way_out)
 
 
-__all__ = ["COUNT", "FLAG", "FOLDER", "PLAN_SOURCE", "RANKS", "ArgumentKind", "optional", "refusal", "takes"]
+__all__ = [
+    "COUNT",
+    "FLAG",
+    "FOLDER",
+    "FUNCTION",
+    "NUMBER",
+    "PLAN_SOURCE",
+    "PROGRESS",
+    "RANKS",
+    "SECONDS",
+    "SHARE",
+    "SIZE",
+    "TEXT",
+    "TEXTS",
+    "WHOLE",
+    "ArgumentKind",
+    "optional",
+    "refusal",
+    "takes",
+]

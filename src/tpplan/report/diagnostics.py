@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Final, TextIO
 
 from tpplan.plan import Diagnostic, Severity
+from tpplan.plan.diagnostic import told_once
 from tpplan.report.excerpt import excerpt, printable
 from tpplan.report.sarif import in_repository, render_sarif
 
@@ -71,7 +72,7 @@ def to_record(diagnostic: Diagnostic) -> dict[str, object]:
 
 
 def _render_full(diagnostics: Sequence[Diagnostic], color: bool) -> str:
-    return "\n\n".join(_full(diagnostic, _Paint(color, _COLORS[diagnostic.severity])) for diagnostic in diagnostics)
+    return "\n\n".join(_full(held, _Paint(color, _COLORS[held.severity])) for held in told_once(diagnostics))
 
 
 def _render_concise(diagnostics: Sequence[Diagnostic], color: bool) -> str:

@@ -37,6 +37,9 @@ def write_plan(suggestion: Suggestion, name: str) -> str:
 
 def _header(suggestion: Suggestion) -> Iterator[str]:
     program = suggestion.program
+    if program.size == 1:
+        yield from _comment(f"{program.model} over 1 rank, which has all of it: what more ranks would split.")
+        return
     blocks, everything = block_share(program), model_share(program)
     yield from _comment(f"{program.model} over {program.size} ranks: found by data flow, and proved by the compiler.")
     yield from _comment(

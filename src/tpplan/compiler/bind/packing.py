@@ -34,7 +34,7 @@ from tpplan.compiler.bind.readers import Readers, Taken
 from tpplan.compiler.bind.shared_features import shared_features
 from tpplan.compiler.bind.shared_heads import Axis, Body, Use, heads_of, imbalance, of_body, uneven_heads
 from tpplan.compiler.ir.dataflow import DataFlow
-from tpplan.compiler.ir.heads import fitting_ranks
+from tpplan.compiler.ir.heads import cannot_share, fitting_ranks
 from tpplan.compiler.ir.layout import Features, Pack
 from tpplan.compiler.ir.trace import Frame, Operation, quoted
 from tpplan.plan import Diagnostic, Style
@@ -475,7 +475,7 @@ def _cut_groups(bound: Bound, groups: int, group: Taken, size: int) -> Diagnosti
 def _cut(bound: Bound, index: int, views: str, counted: str, count: int, size: int) -> Diagnostic:
     return Diagnostic(
         code="TP102",
-        message=f"{_what(bound, index)} can't be split: {views}, which {size} ranks can't split evenly",
+        message=f"{_what(bound, index)} can't be split: {views}, {cannot_share(count, size)}",
         span=bound.rule.span_of("packed"),
         label=f"{counted} / {size} ranks",
         help=f"{fitting_ranks(count, size)}, or remove the rule",

@@ -20,7 +20,7 @@ from tpplan.compiler.bind.readers import Readers, Taken
 from tpplan.compiler.explain.neighbours import Neighbours, Reach
 from tpplan.compiler.explain.origins import Origins
 from tpplan.compiler.ir.dataflow import DataFlow
-from tpplan.compiler.ir.heads import fitting_ranks
+from tpplan.compiler.ir.heads import cannot_share, fitting_ranks
 from tpplan.compiler.ir.layout import PARTIAL, Features, reshard_between
 from tpplan.compiler.ir.trace import Frame, Trace, quoted
 from tpplan.compiler.place.assign import Assignment, FrameAssignment, PlacedMove, PlacedReshard
@@ -225,8 +225,7 @@ def _heads(bound: Bound, taken: Taken, size: int, notes: tuple[str, ...]) -> Dia
     heads, module = taken.heads[0] or 0, quoted(taken.frame.module)
     return Diagnostic(
         code="TP103",
-        message=f"{module} views the result of `{bound.name}` as {heads} heads, "
-        + (f"fewer than the {size} ranks" if heads < size else f"which {size} ranks can't split evenly"),
+        message=f"{module} views the result of `{bound.name}` as {heads} heads, {cannot_share(heads, size)}",
         span=bound.rule.style_span,
         label=f"{heads} heads / {size} ranks",
         help=f"{fitting_ranks(heads, size)}, or remove the rules for the modules of {module}, so that it is replicated",

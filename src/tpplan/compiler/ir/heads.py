@@ -27,6 +27,11 @@ class HeadParts(NamedTuple):
     keys: Parts
 
 
+def cannot_share(count: int, ranks: int) -> str:
+    """Why so many heads, or other parts, can't lie on `ranks` ranks, to go on a sentence about them."""
+    return f"fewer than the {ranks} ranks" if count < ranks else f"which {ranks} ranks can't split evenly"
+
+
 def fitting_ranks(heads: int, ranks: int) -> str:
     """What to do about heads that `ranks` ranks can't share out, as an instruction."""
     if heads < ranks:

@@ -20,7 +20,7 @@ from tpplan.compiler.ir.layout import REPLICATED, Layout, reshard_between
 from tpplan.compiler.ir.pytree import Walk
 from tpplan.compiler.trace.signatures import argument_names
 from tpplan.plan import TpplanError
-from tpplan.plan.taken import takes
+from tpplan.plan.taken import FLAG, FUNCTION, takes
 from tpplan.runtime.modules.writes import WRITES, Outside, Writes, stock_class
 from tpplan.runtime.ranks.reshard import make_reshard
 from tpplan.taken_models import MODEL
@@ -33,7 +33,7 @@ class ObserveError(TpplanError):
     """It isn't known how a value lies that is to be observed."""
 
 
-@takes(module=MODEL)
+@takes(module=MODEL, hook=FUNCTION, backward=FLAG, with_kwargs=FLAG)
 def observe(
     module: nn.Module, hook: Callable[..., object], *, backward: bool = False, with_kwargs: bool = False
 ) -> RemovableHandle:

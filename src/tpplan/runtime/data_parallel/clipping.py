@@ -21,10 +21,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.compat.dtensors import local_of
 from tpplan.compat.tensors import foreach_norm
+from tpplan.plan.taken import FLAG, NUMBER, optional
 from tpplan.runtime.parameters.sharded_operations import owned_elements, split_axes
 from tpplan.runtime.parameters.sharded_tensors import ShardedTensor
+from tpplan.taken_models import TENSORS, takes_in_graphs
 
 
+@takes_in_graphs(parameters=TENSORS, max_norm=NUMBER, norm_type=NUMBER, error_if_nonfinite=FLAG, foreach=optional(FLAG))
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
