@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import shutil
 import sys
 from collections.abc import Generator, Iterator
 
@@ -111,3 +112,18 @@ def _no_process_group_left() -> Iterator[None]:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[object]:
+    """A browser without a window."""
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright isn't installed: `pip install playwright`"
+    )
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("there is no chromium on the PATH: `apt-get install chromium`")
+    with playwright.sync_playwright() as running:
+        opened = running.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield opened
+        opened.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,8 @@ def test_alternatives_are_held_against_a_floor_written_by_hand() -> None:
     for part in ("host", "layer"):
         assert all(by[part, way, form]["milliseconds"] > 0 for way in ways[:2] for form in names)
     assert by["layer", ways[0], forms.TPPLAN]["peak_mib"] < by["layer", ways[0], forms.UNSHARDED]["peak_mib"] / 2
-    assert len(verdicts(result)) == 3 and len(tables_of(result)) == 4
+    assert result["quick"] and len(verdicts(result)) == 1 and len(tables_of(result)) == 4
+    assert len(verdicts({**result, "quick": False})) == 3
 
 
 def test_the_page_of_plots_shows_every_row_and_loads_nothing() -> None:
@@ -176,6 +178,68 @@ def test_the_page_of_plots_shows_every_row_and_loads_nothing() -> None:
             for result in results for row in result["rows"] if "milliseconds" in row}  # fmt: skip
     assert text.count("<svg") == len(ways) > 10
     assert text.count("<table") == sum(len(tables_of(result)) for result in results)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_quick_run_has_no_verdicts(name: str) -> None:
+    folder = Path(__file__).parents[2] / "docs" / "benchmarks"
+    result = json.loads((folder / f"{name}.json").read_text())
+    assert verdicts(result) or name == "loss"
+    console = Console(width=200, record=True)
+    show(result | {"quick": True}, console)
+    assert verdicts(result | {"quick": True}) == ["A quick run: its figures mean nothing."]
+    for told in (console.export_text(), html_of([result | {"quick": True}]), render_page([result | {"quick": True}])):
+        assert "figures mean nothing" in told and not re.search(r": (met|missed)\)", told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440])
+def test_in_a_browser_the_page_of_alternatives_loads_and_sorts(
+    browser: Any, width: int, scheme: str, tmp_path: Path
+) -> None:
+    """By a click and by keyboard, without a script from elsewhere or a line that is cut off."""
+    folder = Path(__file__).parents[2] / "docs" / "benchmarks"
+    path = tmp_path / "bench.html"
+    path.write_text(html_of([json.loads((folder / "alternatives.json").read_text())]), encoding="utf-8")
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    wrong, asked = list[str](), list[str]()
+    page.on("console", lambda message: wrong.append(message.text))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(path.as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.locator("h1").inner_text() == "tpplan bench"
+
+    # Each text of a plot lies inside of it, and no bar reaches another's text.
+    assert page.locator("svg.plot").count() > 3
+    outside = """[...document.querySelectorAll('svg.plot')].flatMap(plot => {
+        const box = plot.getBoundingClientRect()
+        return [...plot.querySelectorAll('text')].filter(text => {
+            const held = text.getBoundingClientRect()
+            return held.left < box.left - 1 || held.right > box.right + 1
+        }).map(text => text.textContent)
+    })"""
+    assert page.evaluate(outside) == []
+
+    tables = page.locator("table")
+    for number in range(tables.count()):
+        table = tables.nth(number)
+        heading = table.locator("th").last
+        table.locator("th button").last.click()
+        assert heading.get_attribute("aria-sort") == "ascending"
+        table.locator("th button").last.press("Enter")
+        assert heading.get_attribute("aria-sort") == "descending"
+        cells = table.locator("tbody tr")
+        sorted_by = "rows => rows.map(row => Number(row.cells[row.cells.length - 1].dataset.v))"
+        found = [value for value in cells.evaluate_all(sorted_by) if value == value]
+        assert found == sorted(found, reverse=True)
+    before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.locator("#theme").click()
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert wrong == [] and asked == [path.as_uri()]
+    page.close()
 
 
 def test_the_most_memory_is_what_there_is_at_once() -> None:

@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--format", "html"], 0, '<a href="#plan0-6">rowwise down (mlp.yaml:6)</a>'),
         (["--format", "svg", "--gpu", "h100"], 0, "µs</text>"),
         (["--format", "mermaid"], 0, "forward all-reduce 256 B"),
-        (["--format", "html", "--gpu", "h1000"], 1, "TP220"),
+        (["--format", "html", "--gpu", "h1000"], 2, "TP220"),
         (["--format", "html", "--tp", "4"], 2, "--format html is one file; give --tp one number"),
         (["up", "--why"], 0, "  up, output: next is `replicate`, +"),
         (["down", "--why"], 0, "  down, input: no other placement compiles (TP114: "),

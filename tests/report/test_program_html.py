@@ -3,10 +3,8 @@
 import base64
 import hashlib
 import re
-import shutil
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -184,20 +182,6 @@ def test_mermaid_has_each_box_and_collective_and_no_text_that_it_would_read(prog
         label for label in labels if re.search(r'[<>"`;&]', re.sub(r"<br/>|#\d+;", "", label))
     ]
     assert len({line for line in lines if line.startswith("class ")}) == 7
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[object]:
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright isn't installed: `pip install playwright`"
-    )
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("there is no chromium on the PATH: `apt-get install chromium`")
-    with playwright.sync_playwright() as running:
-        opened = running.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield opened
-        opened.close()
 
 
 @pytest.mark.slow

@@ -40,8 +40,6 @@ def html_of(results: Sequence[dict[str, Any]]) -> str:
 
 def _result(result: dict[str, Any]) -> Iterator[str]:
     name = result["benchmark"]
-    if result.get("quick"):
-        yield "<p>A quick run: its figures mean nothing.</p>"
     plots = [_plot(title, rows) for title, rows in _groups(result["rows"])]
     if plots:
         yield f'<h2>{escape(name)}: medians, with the quartiles of their ratios</h2><div class="plots">'

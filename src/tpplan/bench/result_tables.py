@@ -60,6 +60,8 @@ def show(result: dict[str, Any], console: Console) -> None:
 def verdicts(result: dict[str, Any]) -> list[str]:
     """The figures that have a target, each with whether it was met."""
     kind, rows = result["benchmark"], result["rows"]
+    if result.get("quick"):
+        return ["A quick run: its figures mean nothing."]
     if kind == "overhead":
         return [verdict for model in _unique(rows, "model") for verdict in _overhead_verdicts(model, rows)]
     if kind == "loop":
