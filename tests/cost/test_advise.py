@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from torch import nn
 import tpplan
 from tests.cost.test_estimate import Mlp
 from tpplan.cli.main import main
+from tpplan.cost.cluster import cluster_of
 from tpplan.cost.estimates import MemoryEstimate
 from tpplan.cost.other_degrees import degrees_text, other_degrees
+from tpplan.forecast.degrees import _Choices
 
 transformers = pytest.importorskip("transformers")
 FIELDS: dict[str, Any] = {
@@ -145,6 +148,38 @@ def test_other_parallelism_is_told_by_what_it_splits(
 ) -> None:
     assert other_degrees(memory, 100, experts, most) == found
     assert degrees_text(found, memory, 100) == text
+
+
+def test_pipeline_stages_are_no_more_than_layers() -> None:
+    options: dict[str, Any] = {"gpus": 1, "batch": 1, "sequence": 32}
+    (row,) = tpplan.advise(llama(), target_memory=1, **options)  # with all checkpointing
+    assert row.memory is not None
+    kept = row.memory.parameters + row.memory.gradients + row.memory.optimizer
+    for ways in (2, 3):
+        advice = tpplan.advise(llama(), target_memory=row.memory.total - kept + kept // ways + 64, **options)
+        assert advice.other.get("pipeline") == (ways if ways <= 2 else None)
+
+
+@pytest.mark.parametrize(
+    ("rows", "needed", "least"),
+    [
+        ({1: False, 2: True, 4: True}, {}, 2),  # of rows that fit
+        ({1: True, 2: True}, {}, 1),
+        ({1: False, 2: False}, {2: 16, 4: 8, 8: 32}, 8),  # of degrees, with as many replicas as each needs
+        ({1: False, 2: False}, {2: 8, 4: 16}, 8),
+        ({1: False, 2: True}, {1: 8}, 2),
+        ({1: False, 2: False}, {}, None),
+    ],
+)
+def test_the_least_number_of_gpus_is_the_least_of_all_ways(
+    rows: dict[int, bool], needed: dict[int, int], least: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject: Any = SimpleNamespace(inference=False)
+    choices = _Choices(subject, cluster_of("h100"), 0, max(rows), "adamw", False)
+    monkeypatch.setattr(_Choices, "program", lambda self, tp, split: tp)
+    monkeypatch.setattr(_Choices, "_smallest_of", lambda self, tp: needed.get(tp))
+    told: Any = [SimpleNamespace(tp=tp, dp=max(rows) // tp, fsdp=False, fits=fits) for tp, fits in rows.items()]
+    assert choices.smallest(told) == least
 
 
 @pytest.mark.slow
