@@ -6,6 +6,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -149,6 +150,16 @@ def test_the_diagram_is_xml_and_as_wide_as_a_phone(program: Program) -> None:
     assert all(
         float(b["x"]) >= 0 and float(b["x"]) + float(b["width"]) <= 360 and float(b["height"]) > 0 for b in boxes
     )
+
+
+def test_a_rank_s_shapes_stand_beside_whole_ones() -> None:
+    text = unescape(re.sub("<.*?>", " ", html_page(TOY, COST, H100, PLAN)))
+    gathered = next(r for _, r in TOY.reshards() if str(r.forward) == "all-gather" and r.source == sharded(1))
+    batch, length, width = gathered.shape
+    own = f"({batch}, {length // TOY.size}, {width})"
+    assert f"({batch}, {length}, {width}) {gathered.dtype}" in text
+    assert text.count(f"S(1) {own} → R") >= 2  # in the table, and in what is told of a chosen one
+    assert f"P → S(1) {own}" in text and f"R ({batch}" not in text and f"P ({batch}" not in text
 
 
 def test_boxes_stand_in_the_order_of_calls_with_the_placements_at_their_edges() -> None:

@@ -177,8 +177,8 @@ class _Page:
         """A row of the table."""
         cells: list[Cell] = [
             (f'<button type="button" data-to="{crossing.key}">{escape(crossing.module or "the model")}</button>', None),
-            (str(crossing.count), crossing.count), (crossing.way, None), (escape(crossing.path), None),
-            (escape(f"{crossing.source} → {crossing.target}"), None),
+            (str(crossing.count), crossing.count), (crossing.way, None),
+            (escape(f"{crossing.path} {crossing.whole}"), None), (escape(crossing.moved), None),
         ]  # fmt: skip
         for cost in crossing.passes:
             time = seconds_text(cost.seconds) if cost.seconds else NOTHING
@@ -190,7 +190,7 @@ class _Page:
         """What is told of a chosen collective."""
         times = f" × {crossing.count}" if crossing.count > 1 else ""
         name = f"<b>{escape((crossing.module or 'the model') + times)}</b>"
-        moved = f"{crossing.way} {crossing.path}: {crossing.source} → {crossing.target}"
+        moved = f"{crossing.way} {crossing.path} {crossing.whole}: {crossing.moved}"
         lines = "<br>".join(map(escape, pass_lines(crossing))) or "nothing is sent"
         return f'{name}<br>{escape(moved)}<br><span class="num">{lines}</span><br>{self.reason(crossing.origin, True)}'
 

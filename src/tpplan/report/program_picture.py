@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from tpplan.cost.link_times import Group, collective_seconds
 from tpplan.cost.traffic import reshard_traffic
 from tpplan.report.program_outline import Block, Item, Unit, collapse, joined, units, units_of
-from tpplan.report.program_tables import placement_text, sizes_text
-from tpplan.report.quantities import path_text
+from tpplan.report.program_tables import layout_text, placement_text, sizes_text
+from tpplan.report.quantities import path_text, shape_text
 
 if TYPE_CHECKING:
     from tpplan.compiler.ir.program import ParameterPlacement, Program, Reshard
@@ -49,7 +49,9 @@ class DrawnReshard:
         count: how many equal layers have it.
         way: `in`, `mid` or `out`.
         path: the tensor.
+        whole: its shape and dtype in the example call.
         source, target: the placements.
+        moved: the same in words, beside a split one the shape of what a rank holds.
         passes: the forward and the backward.
         origin: why it is there: the plan's line.
     """
@@ -60,8 +62,10 @@ class DrawnReshard:
     count: int
     way: str
     path: str
+    whole: str
     source: str
     target: str
+    moved: str
     passes: tuple[PassCost, PassCost]
     origin: str
 
@@ -228,9 +232,11 @@ class _Artist:
                 whole, group = reshard.padded_bytes(size), Group.of(self.cluster, size)
                 seconds = sent.number * collective_seconds(self.cluster, collective, whole, group)
             passes.append(PassCost(collective, sent.total, seconds))
+        moved = " → ".join(layout_text(held, reshard.shape, size) for held in (reshard.source, reshard.target))
+        whole = f"{shape_text(reshard.shape)} {reshard.dtype}"
         return DrawnReshard(
-            f"c{self.made}", name, unit.full_name, count, way, path_text(reshard.path), str(reshard.source),
-            str(reshard.target), (passes[0], passes[1]), reshard.origin,
+            f"c{self.made}", name, unit.full_name, count, way, path_text(reshard.path), whole, str(reshard.source),
+            str(reshard.target), moved, (passes[0], passes[1]), reshard.origin,
         )  # fmt: skip
 
 

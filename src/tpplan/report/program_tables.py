@@ -19,6 +19,7 @@ from tpplan.report.program_outline import Block, Item, Unit, units_of
 from tpplan.report.quantities import bytes_text, count_text, shape_text
 
 if TYPE_CHECKING:
+    from tpplan.compiler.ir.layout import Layout
     from tpplan.compiler.ir.program import ModuleProgram, ParameterPlacement, Program
     from tpplan.compiler.ir.replaced_bodies import SharedExperts
 
@@ -79,6 +80,13 @@ def sizes_text(parameter: ParameterPlacement, size: int, common_dtype: str = "",
 def by_rank_text(values: Sequence[int]) -> str:
     """`54|53`: the values on the ranks, each once."""
     return "|".join(map(str, dict.fromkeys(values)))
+
+
+def layout_text(layout: Layout, shape: tuple[int, ...], size: int) -> str:
+    """The layout, and the shape of what a rank holds where that isn't the whole: `S(1) (3, 8, 64)`."""
+    held = [layout.local_shape(shape, size, rank) for rank in range(size)]
+    local = ", ".join(by_rank_text(sizes) for sizes in zip(*held, strict=True))
+    return str(layout) if set(held) == {shape} else f"{layout} ({local})"
 
 
 def placement_text(parameter: ParameterPlacement) -> str:

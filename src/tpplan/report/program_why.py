@@ -17,11 +17,17 @@ from tpplan.cost.traffic import Traffic, reshard_traffic
 from tpplan.plan import Pattern
 from tpplan.report.program_outline import Block, Item, Unit, collapse, joined, units
 from tpplan.report.program_page import legend, to_text
-from tpplan.report.program_tables import by_rank_text, exchange_text, placement_text, randomness_text, sizes_text
+from tpplan.report.program_tables import (
+    by_rank_text,
+    exchange_text,
+    layout_text,
+    placement_text,
+    randomness_text,
+    sizes_text,
+)
 from tpplan.report.quantities import bytes_text, count_text, path_text, shape_text
 
 if TYPE_CHECKING:
-    from tpplan.compiler.ir.layout import Layout
     from tpplan.compiler.ir.program import ModuleProgram, ParameterPlacement, Program, Reshard
 
 _WHY_STYLE = "cyan"
@@ -119,15 +125,8 @@ def _boundary(way: str, reshard: Reshard, module: ModuleProgram, size: int) -> t
     times = f", {module.calls} calls" if module.calls > 1 and reshard.times is None else ""
     times = times if reshard.times is None else f", {count_text(reshard.times, 'step')}"
     tensor = f"{path_text(reshard.path)} {shape_text(reshard.shape)} {reshard.dtype}"
-    source, target = (_held(layout, reshard.shape, size) for layout in (reshard.source, reshard.target))
+    source, target = (layout_text(layout, reshard.shape, size) for layout in (reshard.source, reshard.target))
     return f"{way}  {tensor}  {source} → {target}: {costs}{times}", reshard.origin
-
-
-def _held(layout: Layout, shape: tuple[int, ...], size: int) -> str:
-    """The layout, and the shape of what a rank holds where that isn't the whole: `S(1) (3, 8, 64)`."""
-    held = [layout.local_shape(shape, size, rank) for rank in range(size)]
-    local = ", ".join(by_rank_text(sizes) for sizes in zip(*held, strict=True))
-    return str(layout) if set(held) == {shape} else f"{layout} ({local})"
 
 
 def _cost(traffic: Traffic, collective: str) -> str:
