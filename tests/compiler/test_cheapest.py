@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,6 +73,15 @@ def test_no_combination_of_pins_is_cheaper(
     everything = times(STYLES, 2, topology, ends)
     assert len(set(everything)) > 1
     assert placement_time(chosen, topology) == min(everything)
+    assert chosen.topology == topology
+
+
+def test_the_topology_is_in_the_digest() -> None:
+    program = compiled({}, STYLES, 2)
+    assert program is not None and program.topology == NVLINK
+    assert program.to_dict()["topology"] == {"latency": 3_000_000, "bandwidth": 450_000_000_000}
+    assert replace(program, topology=Topology(0, 10**9)).digest != program.digest
+    assert tpplan.Program.from_dict(program.to_dict()) == program
 
 
 def test_the_runner_up_is_the_next_of_all_and_has_its_price() -> None:

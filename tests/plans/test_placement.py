@@ -52,15 +52,15 @@ def by_rules(name: str) -> tuple[tpplan.Program, int]:
     return found, count
 
 
-@pytest.mark.parametrize("name", sweep_but(USUAL, [*USUAL, *NAMES]))
+@pytest.mark.parametrize("name", sweep_but(USUAL, ["gpt2-sequence", *NAMES]))
 def test_placement_takes_no_longer_than_rules_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PLANS.parent)
     (ruled, count), own = by_rules(name), placed(name)
     assert count and placement_time(own) > 0
-    if set(ruled.freedoms) <= set(own.freedoms):
-        assert placement_time(own) <= placement_time(ruled)
+    if name in BEYOND:
+        assert not set(ruled.freedoms) <= set(own.freedoms)
     else:
-        assert name in BEYOND
+        assert placement_time(own) <= placement_time(ruled)
 
 
 def test_latent_attention_gathers_its_input_and_no_heads() -> None:

@@ -255,7 +255,8 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     if request.size > 1:
         untried = try_rules(trace, solved.placed.assignment.layouts, _device_of(request), request.size)
         program = replace(program, assumed=tuple(untried))
-    program = replace(program, freedoms=solved.placed.learned.constraints.freedoms.taken())
+    freedoms = solved.placed.learned.constraints.freedoms.taken()
+    program = replace(program, freedoms=freedoms, topology=solved.topology)
     dump.program(program)
     compiled = Compiled(
         program, solved.streams, trace.branches.assumptions, traced=digest_of(trace, program),

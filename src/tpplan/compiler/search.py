@@ -50,7 +50,7 @@ from tpplan.compiler.place.tails import tails
 from tpplan.compiler.problem import Learned, Placed, Problem
 from tpplan.compiler.refine import refine, unrecorded
 from tpplan.compiler.rules.propagate import Propagator
-from tpplan.cost.communication import NVLINK
+from tpplan.cost.communication import NVLINK, Topology
 from tpplan.plan import CompileError, Diagnostic, InternalError
 from tpplan.progress import doing
 
@@ -59,10 +59,11 @@ _ROUNDS = 64
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """A placement that passed the check, and for each rank the steps of its bodies."""
+    """A placement that passed the check, for each rank the steps of its bodies, and what its choices cost by."""
 
     placed: Placed
     streams: Mapping[int, Stream]
+    topology: Topology
 
 
 def search(problem: Problem, learned: Learned, dump: Dump) -> Solved:
@@ -90,7 +91,7 @@ def search(problem: Problem, learned: Learned, dump: Dump) -> Solved:
             learned = refine(problem, subject, learned, checked)
             continue
         effects = _effect_findings(problem, placed)
-        return Solved(replace(placed, learned=learned.reporting(*effects)), checked.streams)
+        return Solved(replace(placed, learned=learned.reporting(*effects)), checked.streams, NVLINK)
     raise InternalError(f"no program was settled on in {_ROUNDS} rounds")
 
 

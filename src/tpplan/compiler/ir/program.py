@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 from tpplan.compiler.ir.layout import Collective, Layout, Pack, all_reduce_of
 from tpplan.compiler.ir.overlaps import Overlap
 from tpplan.compiler.ir.replaced_bodies import BODIES, Body, RecordedBody, SharedExperts, SplitNorm
+from tpplan.cost.communication import NVLINK, Topology
 from tpplan.cost.work import Work
 from tpplan.plan import Diagnostic
 
@@ -394,6 +395,7 @@ class Program:
         freedoms: what had to be allowed for the plan to compile, by the names of `ir/freedoms`; nor is this.
         one_shot: the largest all-reduces that ranks do in one step, in bytes, as the plan says.
         overlaps: the reshards whose collectives run beside matrix products.
+        topology: the links by whose times placement has chosen.
         work: what a step has a rank do, of a program that was read; not part of the digest.
         measure: measures that, of a program that was compiled here: by a call, or `at(batch, sequence)`; nor is this.
     """
@@ -423,6 +425,7 @@ class Program:
     freedoms: tuple[str, ...] = field(default=(), compare=False)
     one_shot: int = 0
     overlaps: tuple[Overlap, ...] = ()
+    topology: Topology = NVLINK
     version: int = PROGRAM_VERSION
     work: Work | None = field(default=None, compare=False, repr=False)
     measure: Any = field(default=None, compare=False, repr=False)
