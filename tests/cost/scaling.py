@@ -55,11 +55,6 @@ MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "DeepSeek-V3 671B": ("deepseek_v3", {}),  # the defaults of its config are the published values
 }
 """By name the model type and the config."""
-ALONE = {
-    "deepseek_v3": "It runs by `deepseek_v3`, without sequence parallelism: under `deepseek_v3-sequence` the heads are "
-    "gathered (TP104), as the stream's split keeps them from being split, and each rank would attend with all of them."
-}
-"""Model types whose plan without sequence parallelism is taken, and why."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +127,11 @@ def row_of(name: str, tp: int, model: nn.Module) -> ScaledRow:
     """What is compiled and estimated."""
     ids = torch.zeros(1, LENGTH, dtype=torch.long, device="meta")
     kind = MODELS[name][0]
-    style = "" if kind in ALONE else "-sequence"
-    split = {"version": 1, "extends": f"{kind}{style}", "modules": {"lm_head": {"style": "colwise", "output": "shard"}}}
+    split = {
+        "version": 1,
+        "extends": f"{kind}-sequence",
+        "modules": {"lm_head": {"style": "colwise", "output": "shard"}},
+    }
     plan: Any = split if tp > 1 else {"version": 1, "modules": {}}
     row = ScaledRow(name, tp, sum(p.numel() for p in model.parameters()) / 1e9)
     began = time.process_time()
@@ -216,7 +214,7 @@ def page(rows: list[ScaledRow], told: Mapping[str, str]) -> str:
         if own:
             parts += [
                 f"## {name}",
-                f"{own[0].billions:.1f} billion parameters. {ALONE.get(MODELS[name][0], '')}".strip(),
+                f"{own[0].billions:.1f} billion parameters.",
                 _degrees(own),
                 _steps(own),
             ]

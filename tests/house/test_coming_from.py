@@ -64,15 +64,16 @@ def rows(title: str) -> Iterator[tuple[list[str], list[str], str]]:
 
 def rule_of(text: str) -> Any:
     """A rule as a plan has it, read from its text."""
-    (rule,) = tpplan.load_plan(f"version: 1\nmodules:\n  m: {text}\n").to_dict()["modules"].values()
-    return rule
+    held: Any = tpplan.load_plan(f"version: 1\nmodules:\n  m: {text}\n").to_dict()["modules"]
+    return held["m"]
 
 
 def imported(text: str, module: nn.Module) -> Any:
     plan, notes = import_styles(nn.ModuleDict({"m": module, "other": nn.Linear(2, 2)}), {
         "m": eval(text, WORDS), "other": parallel.ColwiseParallel(),
     })  # fmt: skip
-    return plan.to_dict()["modules"].get("m"), [note.code for note in notes]
+    rules: Any = plan.to_dict()["modules"]
+    return rules.get("m"), [note.code for note in notes]
 
 
 def test_styles_of_torch_become_the_rules_beside_them() -> None:

@@ -13,7 +13,7 @@ import argparse
 import re
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
-from typing import NoReturn
+from typing import Any, NoReturn
 
 MODEL_HELP = (
     "a folder or file with a transformers config.json, a model in the Hugging Face cache (OWNER/NAME), hf:MODEL_TYPE, "
@@ -150,8 +150,8 @@ def _of_value(message: str) -> tuple[list[str], str]:
 def _inner(parser: argparse.ArgumentParser) -> dict[str, CommandParser]:
     """The parsers of a parser's commands, by name."""
     actions = parser._actions  # pyright: ignore[reportPrivateUsage]
-    found = (a for a in actions if isinstance(a, argparse._SubParsersAction))  # pyright: ignore[reportPrivateUsage]
-    return next((held.choices for held in found), {})  # pyright: ignore
+    found: Any = (a for a in actions if isinstance(a, argparse._SubParsersAction))  # pyright: ignore
+    return next((held.choices for held in found), {})
 
 
 def _reader(parser: CommandParser, namespace: argparse.Namespace) -> CommandParser:

@@ -102,7 +102,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return hasattr(value, "__float__") and not isinstance(value, (bool, type))
 
 
 RANKS: Final = ArgumentKind(lambda n: _is_whole(n) and n >= 1, "a number of ranks, at least 1", _of_ranks)
