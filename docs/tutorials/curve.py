@@ -1,4 +1,4 @@
-"""Loss curves as a picture, on the first rank."""
+"""Loss curves as a picture and in a line, on the first rank."""
 
 from __future__ import annotations
 
@@ -25,3 +25,14 @@ def draw(curves: Mapping[str, Sequence[float]], path: Path, title: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
+
+
+def tell(curves: Mapping[str, Sequence[float]]) -> None:
+    """Print each run's last loss, and by how much two runs differ at most."""
+    if dist.is_initialized() and dist.get_rank():
+        return
+    steps = max(map(len, curves.values()))
+    print(f"loss after {steps} steps: " + ", ".join(f"{name} {losses[-1]:.4f}" for name, losses in curves.items()))
+    if len(curves) == 2:
+        apart = max(abs(a - b) for a, b in zip(*curves.values(), strict=True))
+        print(f"the two losses differ by {apart:.1e} at most")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from curve import draw
+from curve import draw, tell
 from rich.progress import track
 from text import VOCABULARY, batches, corpus
 from torch import Tensor, nn
@@ -79,11 +79,7 @@ def main() -> None:
 
     tpplan.save_weights(model, options.out)  # a folder that transformers and tpplan.from_pretrained read
     draw(curves, options.out.with_suffix(".svg"), "GPT-2 of three layers, 512 bytes a step")
-    if dist.get_rank() == 0:
-        print(f"loss after {options.steps} steps: " + ", ".join(f"{n} {c[-1]:.4f}" for n, c in curves.items()))
-        if options.compare:
-            apart = max(abs(a - b) for a, b in zip(*curves.values(), strict=True))
-            print(f"the two losses differ by {apart:.1e} at most")
+    tell(curves)
     dist.destroy_process_group()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from curve import draw
+from curve import draw, tell
 from finetune import train
 from peft import LoraConfig, get_peft_model
 from text import batches, corpus
@@ -63,11 +63,7 @@ def main() -> None:
 
     model.save_pretrained(options.out)  # the adapters alone, whole, as peft writes those of the stock model
     draw(curves, options.out.with_suffix(".svg"), "LoRA of rank 8 on GPT-2 of three layers")
-    if dist.get_rank() == 0:
-        print(f"loss after {options.steps} steps: " + ", ".join(f"{n} {c[-1]:.4f}" for n, c in curves.items()))
-        if options.compare:
-            apart = max(abs(a - b) for a, b in zip(*curves.values(), strict=True))
-            print(f"the two losses differ by {apart:.1e} at most")
+    tell(curves)
     dist.destroy_process_group()
 
 

@@ -102,8 +102,8 @@ def train(
 
 
 def main() -> None:
-    """Train, compare, save, and load again; set up and compared as in finetune.py, so that each reads by itself."""
-    from curve import draw
+    """Train, compare, save, and load again; set up as in finetune.py, so that each reads by itself."""
+    from curve import draw, tell
     from text import batches, corpus
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -138,10 +138,8 @@ def main() -> None:
         same = torch.equal(again(held_out), model(held_out))
 
     draw(curves, options.out.with_suffix(".svg"), "A model of one's own, 512 bytes a step")
+    tell(curves)
     if dist.get_rank() == 0:
-        print(f"loss after {options.steps} steps: " + ", ".join(f"{n} {c[-1]:.4f}" for n, c in curves.items()))
-        apart = max(abs(a - b) for a, b in zip(*curves.values(), strict=True))
-        print(f"the two losses differ by {apart:.1e} at most")
         print(f"loaded again, the model computes {'the same' if same else 'SOMETHING ELSE'}")
     dist.destroy_process_group()
 
