@@ -20,7 +20,7 @@ from tpplan.plan.taken import refusal
 from tpplan.plan.vocabulary import AUTO, DEFAULT_AXIS
 from tpplan.served import served
 from tpplan.suggest import search, write_plan
-from tpplan.suggest.import_styles import import_styles
+from tpplan.suggest.import_styles import import_styles, is_style
 from tpplan.taken_models import PLAN
 
 AskedPlan = Plan | PlanSource | ParallelStyle | Mapping[str, ParallelStyle]
@@ -46,7 +46,7 @@ def known_plan(
         return plan, ()
     styles: Any = {"": plan} if isinstance(plan, ParallelStyle) else plan
     entries = cast("Mapping[Any, Any]", styles if isinstance(styles, Mapping) else {})
-    if any(isinstance(style, ParallelStyle) for style in entries.values()):
+    if any(map(is_style, entries.values())):
         if model is None:
             return None, ()
         imported, notes = import_styles(model, entries)

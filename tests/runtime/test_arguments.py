@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import tpplan as typed
 
@@ -163,6 +164,27 @@ def test_each_argument_of_each_public_function_is_checked() -> None:
 def test_whatever_is_passed_is_looked_at_before_anything_is_made_of_it(call: Callable[[], Any], says: str) -> None:
     with pytest.raises(tpplan.ArgumentError, match=says):
         call()
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        (
+            {"up": ColwiseParallel, "down": RowwiseParallel()},
+            "`ColwiseParallel` is a class of styles: write `Colw.*\\(\\)`",
+        ),
+        ({"up": ColwiseParallel}, "TP217 .*`ColwiseParallel` is a class of styles"),
+        ("Auto", "did you mean `auto`"),
+    ],
+)
+def test_what_was_nearly_a_plan_is_told(plan: Any, says: str) -> None:
+    with pytest.raises(tpplan.PlanError, match=says):
+        compiled(plan=plan)
+
+
+def test_a_model_that_doesn_t_generate_isn_t_warmed_up() -> None:
+    with pytest.raises(tpplan.ArgumentError, match="`MLP` has no `generate`"):
+        tpplan.warm_up(MLP())
 
 
 def test_signatures_are_shown_as_they_were_written() -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tpplan.compiler.trace.preconditions import MARK
 from tpplan.compiler.trace.surroundings import generators
 from tpplan.inputs import example_call
+from tpplan.plan import ArgumentError
 from tpplan.plan.taken import COUNT, takes
 from tpplan.taken_models import INPUTS, MODEL
 
@@ -47,7 +48,7 @@ def warm_up(
         options: what else `generate` will be called with.
 
     Raises:
-        TypeError: the model has no `generate`.
+        ArgumentError: the model has no `generate`, or an argument is of another kind.
         UnprovedCallError: one of the calls can't be proved.
 
     Example:
@@ -56,7 +57,7 @@ def warm_up(
         >>> tpplan.warm_up(model, do_sample=True)
     """
     if not callable(getattr(model, "generate", None)):
-        raise TypeError(
+        raise ArgumentError(
             f"`{type(model).__name__}` has no `generate` to warm up: call the model once for each kind of call"
         )
     size = next((module.__dict__[MARK].axis.size for module in model.modules() if MARK in module.__dict__), 1)

@@ -70,6 +70,8 @@ def shipped_help(text: str) -> str:
     """What to do where `text` is no plan: the nearest shipped ones, and how to list them."""
     if text == AUTO:
         return "`auto` is found for a model: name one, or write it down by `tpplan suggest --model REF -o FILE`"
+    if text.lower() == AUTO:
+        return "did you mean `auto`? It is found for a model"
     names = shipped_plan_names()
     if not names:
         return "check the path"

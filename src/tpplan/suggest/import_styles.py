@@ -72,6 +72,11 @@ def import_styles(model: nn.Module, styles: Mapping[Any, Any]) -> tuple[Plan, tu
 _WAY_OUT: Final = "remove the entry, or write a plan's rule in place of the style: see `tpplan.load_plan`"
 
 
+def is_style(held: object) -> bool:
+    """Whether it is a style of torch, or a class of them, which stands where one of it was meant."""
+    return isinstance(held, ParallelStyle) or (isinstance(held, type) and issubclass(held, ParallelStyle))
+
+
 def _meant(text: str, modules: Mapping[str, nn.Module]) -> list[nn.Module]:
     if not text:
         raise _Unsaid("a style of the whole model has no name to go by; name the modules inside of it")
@@ -84,6 +89,8 @@ def _meant(text: str, modules: Mapping[str, nn.Module]) -> list[nn.Module]:
 def _rule(style: Any, meant: Iterable[nn.Module]) -> tuple[dict[str, str], str]:
     """The rule that says what a style says, and what of it is left to the compiler; raises `_Unsaid`."""
     if type(style) not in _KNOWN:
+        if isinstance(style, type):
+            raise _Unsaid(f"`{style.__name__}` is a class of styles: write `{style.__name__}()`")
         known = one_of(kind.__name__ for kind in _KNOWN)
         came = type(style).__name__ if isinstance(style, ParallelStyle) else repr(style)
         raise _Unsaid(f"`{came}` isn't {known}")
@@ -132,4 +139,4 @@ def _left(pattern: str, style: object, why: str) -> Diagnostic:
     )
 
 
-__all__ = ["import_styles"]
+__all__ = ["import_styles", "is_style"]
