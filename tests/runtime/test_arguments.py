@@ -171,7 +171,7 @@ def test_whatever_is_passed_is_looked_at_before_anything_is_made_of_it(call: Cal
     [
         (
             {"up": ColwiseParallel, "down": RowwiseParallel()},
-            "`ColwiseParallel` is a class of styles: write `Colw.*\\(\\)`",
+            "`ColwiseParallel` is a class of styles: write `ColwiseParallel..",
         ),
         ({"up": ColwiseParallel}, "TP217 .*`ColwiseParallel` is a class of styles"),
         ("Auto", "did you mean `auto`"),

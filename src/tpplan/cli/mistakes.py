@@ -151,7 +151,7 @@ def _inner(parser: argparse.ArgumentParser) -> dict[str, CommandParser]:
     """The parsers of a parser's commands, by name."""
     actions = parser._actions  # pyright: ignore[reportPrivateUsage]
     found: Any = (a for a in actions if isinstance(a, argparse._SubParsersAction))  # pyright: ignore
-    return next((held.choices for held in found), {})
+    return next((held.choices for held in found), dict[str, CommandParser]())
 
 
 def _reader(parser: CommandParser, namespace: argparse.Namespace) -> CommandParser:
