@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ from tpplan.runtime.ranks.agreement import agree
 from tpplan.runtime.ranks.board import exchange
 from tpplan.runtime.ranks.lockstep import ranks_of
 from tpplan.served import Served, names_for, served
-from tpplan.taken_models import DEVICE, INPUTS, MESH, MODEL
+from tpplan.taken_models import AXIS, DEVICE, INPUTS, MESH, MODEL, STAGES
 
 __all__ = [
     "ParityReport",
@@ -240,8 +240,8 @@ def _parallelize(
     make_process_changes(group)
 
 
-@takes(mesh=MESH)
-def check_stages(stages: nn.Module | Iterable[nn.Module], plan: AskedPlan, mesh: DeviceMesh | None = None) -> None:
+@takes(stages=STAGES, mesh=AXIS)
+def check_stages(stages: nn.Module | Collection[nn.Module], plan: AskedPlan, mesh: DeviceMesh | None = None) -> None:
     """Raise if a pattern of a plan matches in none of the parts of a model.
 
     `partial=True` lets a plan for the whole model have patterns that match nothing in one stage. Only who sees the
@@ -261,11 +261,25 @@ def check_stages(stages: nn.Module | Iterable[nn.Module], plan: AskedPlan, mesh:
         >>> plan = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
         >>> tpplan.check_stages([model], plan)  # `[stage], plan, mesh["pp"]` in a pipeline
     """
-    own = [stages] if isinstance(stages, nn.Module) else list(stages)
-    loaded, _ = known_plan(plan, own[0] if own else None)
+    several = not isinstance(stages, nn.Module) or isinstance(stages, nn.ModuleList)
+    own: list[nn.Module] = list(cast("Collection[nn.Module]", stages)) if several else [cast("nn.Module", stages)]
+    loaded: Plan | None = None
+    error: Exception | None = None
+    try:
+        loaded, _ = known_plan(plan, own[0] if own else None)
+    except Exception as raised:
+        error = raised  # the other ranks wait for this one
     group = None if mesh is None else mesh.get_group()
-    every = exchange(group, "the comparison of a plan with all stages", [names_for(stage) for stage in own])
-    named = [names for stages_there in every for names in stages_there]
+    mine = (str(error or ""), [names_for(stage) for stage in own])
+    every = exchange(group, "the comparison of a plan with all stages", mine)
+    if error is not None:
+        raise error
+    failed = next(((rank, text) for rank, (text, _) in enumerate(every) if text), None)
+    if failed is not None:
+        raise CompileError.of(
+            "TP116", f"rank {failed[0]} of the pipeline's axis could not read the plan", notes=[failed[1]]
+        )
+    named = [names for _, stages_there in every for names in stages_there]
     modules, parameters = (list(dict.fromkeys(name for names in named for name in names[kind])) for kind in (0, 1))
     found = () if loaded is None else loaded.match(modules, parameters).diagnostics
     unmatched = [held for held in found if held.code == "TP012" and held.severity is Severity.ERROR]

@@ -11,11 +11,13 @@ out: what torch makes of the logits of the unsharded model, alike on all ranks
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.loss import part_of
+from tpplan.plan import ArgumentError
 from tpplan.plan.taken import FLAG, SIZE, TEXT, optional
 from tpplan.runtime.classes import class_choices
 from tpplan.taken_models import MODEL, RANKS_OF, TENSOR, takes_in_graphs
@@ -79,6 +81,7 @@ def top_k(
 
     Raises:
         LossError: TP165; see `argmax`.
+        ArgumentError: the logits want a gradient, which none of the values would hand back.
 
     Example:
         >>> logits = torch.zeros(4, 16)  # this rank's, of 32 classes on two
@@ -87,6 +90,11 @@ def top_k(
         tensor([0, 1])
     """
     local, part = part_of(logits, model, mesh, axis, classes)
+    if torch.is_grad_enabled() and local.requires_grad:
+        raise ArgumentError(
+            "logits want a gradient, and none flows back from values that are chosen over the ranks: "
+            "call top_k under `torch.no_grad()`, or pass `logits.detach()`"
+        )
     return class_choices.top_k(local, k, part)
 
 

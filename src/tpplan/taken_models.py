@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, ParamSpec, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
@@ -38,6 +38,25 @@ PLAN: Final = ArgumentKind(
     lambda held: isinstance(held, Plan) or PLAN_SOURCE.fits(held),
     'a Plan, a path, a shipped plan\'s name, YAML text, a mapping, or "auto"',
     lambda came: 'write "auto" to have one found' if came is None else "",
+)
+
+
+def _are_stages(held: Any) -> bool:
+    if isinstance(held, nn.Module) and not isinstance(held, nn.ModuleList):
+        return not isinstance(held, nn.ModuleDict)
+    several = isinstance(held, (Collection, nn.ModuleList)) and not isinstance(held, (str, bytes, Mapping))
+    return several and all(isinstance(stage, nn.Module) for stage in cast("Collection[object]", held))
+
+
+STAGES: Final = ArgumentKind(
+    _are_stages,
+    "a torch.nn.Module, or a list of them",
+    _of_model,
+)
+AXIS: Final = ArgumentKind(
+    lambda held: held is None or (isinstance(held, DeviceMesh) and held.ndim == 1),
+    "a DeviceMesh of one axis, or None",
+    lambda came: 'name the axis, as in `mesh["pp"]`' if isinstance(came, DeviceMesh) else "",
 )
 INPUTS: Final = ArgumentKind(
     lambda held: held is None or isinstance(held, (Mapping, tuple, list, torch.Tensor)),
@@ -89,6 +108,7 @@ def takes_in_graphs(**kinds: ArgumentKind) -> Callable[[Callable[P, R]], Callabl
 
 
 __all__ = [
+    "AXIS",
     "BUILD",
     "DEVICE",
     "DTYPE",
@@ -98,6 +118,7 @@ __all__ = [
     "MODEL",
     "PLAN",
     "RANKS_OF",
+    "STAGES",
     "TENSOR",
     "TENSORS",
     "takes_in_graphs",

@@ -147,6 +147,11 @@ def test_all_mistakes_are_told_at_once(arguments: str, says: list[str], capsys: 
     assert last == f"`{called} --help` says what it takes"
 
 
+def test_options_of_a_command_stand_behind_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--traceback", "validate", "llama"]) == 2
+    assert "`--traceback` stands behind the command: `tpplan validate --traceback …`" in capsys.readouterr().err
+
+
 def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(arguments: argparse.Namespace) -> int:
         raise error

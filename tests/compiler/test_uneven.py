@@ -60,6 +60,26 @@ def test_no_rank_is_left_without_features(features: int, tp: int) -> None:
         assert counts == sorted(counts, reverse=True) and counts[0] - counts[-1] == 1
 
 
+class Classed(nn.Module):
+    """A body with as many features as there are classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(8, 9), nn.Linear(9, 8), nn.Linear(8, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.down(self.up(x).relu()))
+
+
+def test_classes_are_those_of_chunks_whatever_has_as_many_features() -> None:
+    rules = {"up": "colwise", "down": "rowwise", "head": {"style": "colwise", "output": "shard"}}
+    plan, x = {"version": 1, "modules": rules}, torch.randn(2, 8)
+    program = tpplan.compile_plan(Classed(), plan, 4, x)
+    stored = {p.name: [p.stored_shape(4, rank)[0] for rank in range(4)] for p in program.parameters}
+    assert stored["up.weight"] == [3, 2, 2, 2] and stored["head.weight"] == [3, 3, 3, 0]
+    assert tpplan.verify(Classed(), plan, 4, x).ok
+
+
 def test_a_count_becomes_local_on_each_rank() -> None:
     program = compiled(Gated(107, remembers=True), GATED, tp=4)
     (found,) = (module.local_attributes for module in program.modules if module.local_attributes)
@@ -126,7 +146,7 @@ def test_heads_are_not_cut() -> None:
     with pytest.raises(tpplan.CompileError) as raised:
         compiled(Attention(), {"{q,k,v}": "colwise", "o": "rowwise"}, tp=5)
     assert set(codes(raised.value)) == {"TP102"}
-    assert "4 heads, which 5 ranks can't split evenly" in str(raised.value)
+    assert "4 heads, fewer than the 5 ranks" in str(raised.value)
 
 
 def test_an_odd_vocabulary_is_split() -> None:

@@ -108,14 +108,14 @@ def test_layers_that_round_what_they_get_are_rows(tp: int) -> None:
 
 
 @pytest.mark.parametrize("inner", slow_but([6], [5, 6]))
-def test_of_no_features_none_is_the_largest(inner: int) -> None:
-    """Of 5 or 6 features the last of four ranks has none, so that they are gathered."""
+def test_each_rank_has_a_feature_that_may_be_the_largest(inner: int) -> None:
+    """Of 5 or 6 features each of four ranks has one or two, where chunks would leave the last without any."""
     model, call = Around(Rounded(by_token, inner)).double(), tokens(3, 4)
     plan = {"version": 1, "modules": RULES}
-    for tp, gathered in ((2, 0), (4, 1)):
+    for tp in (2, 4):
         report = tpplan.verify(model, plan, tp, call[0])
         assert report.ok, report.problems
-        assert tpplan.compile_plan(model, plan, tp, call[0]).count_collectives()["reduce-scatter"] == gathered
+        assert tpplan.compile_plan(model, plan, tp, call[0]).count_collectives()["reduce-scatter"] == 0
 
 
 def scaled(x: Tensor) -> Tensor:

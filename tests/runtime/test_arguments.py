@@ -100,6 +100,8 @@ def test_a_list_and_one_tensor_are_calls_as_well() -> None:
 
 TAKEN_AS_THEY_COME = {
     "operator": "an object of torch.library of any kind; what isn't one is an OperatorRuleError",
+    "rule": "what isn't one is an OperatorRuleError",
+    "rename": "ranks agree on what fails",
     "plan": "of `known_plan`, where ranks agree on what fails",
     "inputs": "of `example_call`, likewise",
     "options": "of transformers' `generate`",
@@ -124,6 +126,11 @@ def test_each_argument_of_each_public_function_is_checked() -> None:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
+        (
+            lambda: tpplan.check_stages("x", PLAN),
+            "`stages` takes a torch.nn.Module, or a list of them, not the text 'x'",
+        ),  # pyright: ignore
+        (lambda: tpplan.check_stages([MLP(), None], PLAN), "`stages` takes a torch.nn.Module, or a list of them"),  # pyright: ignore
         (lambda: compiled(tp=int), "`tp` takes a number of ranks, at least 1, not the class `int`"),
         (lambda: compiled(device=True), "`device` takes a device of torch, or None, not True"),
         (lambda: tpplan.verify(MLP(), PLAN, 2, (X,), seed="0"), "`seed` takes a whole number, not the text '0'"),
@@ -134,7 +141,7 @@ def test_each_argument_of_each_public_function_is_checked() -> None:
         (lambda: tpplan.load_weights(MLP(), "x", rename={"a": 1}), "`rename` takes"),
         (lambda: tpplan.load_weights(MLP(), "x", strict=None), "`strict` takes True or False, not None"),
         (lambda: tpplan.load_weights(MLP(), "x", progress=1), "`progress` takes True, False, None or a function"),
-        (lambda: tpplan.save_weights(MLP(), "x", file_bytes="5GB"), "`file_bytes` takes a whole number, at least 1"),
+        (lambda: tpplan.save_weights(MLP(), "x", file_bytes="5GB"), "`file_bytes` takes a whole number, not"),
         (lambda: tpplan.init_weights(MLP(), build=MLP()), "`build` takes a function that makes the model"),
         (lambda: tpplan.init_weights(MLP(), device=1.5), "`device` takes"),
         (lambda: tpplan.observe(MLP(), "print"), "`hook` takes a function, not the text 'print'"),
@@ -153,7 +160,6 @@ def test_each_argument_of_each_public_function_is_checked() -> None:
             "`parameters` takes .*: pass `model.parameters",
         ),
         (lambda: tpplan.clip_grad_norm_([], "1"), "`max_norm` takes a number, not the text '1'"),
-        (lambda: tpplan.operator(len), "`rule` takes text"),
         (lambda: tpplan.register_operator("a::b", "n -> n", linear="x"), "`linear` takes a list of arguments' names"),
         (lambda: tpplan.loss.cross_entropy(X, [0, 1]), "`target` takes a tensor, not a `list`"),
         (lambda: tpplan.loss.cross_entropy(X, X, mesh="tp"), "`mesh` takes a DeviceMesh, a ProcessGroup, or None"),
@@ -191,3 +197,11 @@ def test_signatures_are_shown_as_they_were_written() -> None:
     names = ["model", "plan", "tp", "inputs", "device", "partial"]
     assert list(inspect.signature(tpplan.compile_plan).parameters) == names
     assert tpplan.compile_plan.__name__ == "compile_plan" and tpplan.compile_plan.__doc__
+
+
+def test_what_torch_takes_is_taken() -> None:
+    numpy = pytest.importorskip("numpy")
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.tensor([1.0, 2.0, 4.0])
+    assert tpplan.clip_grad_norm_([weight], 1.0, norm_type="inf") == 4
+    assert tpplan.compile_plan(MLP(), PLAN, numpy.int64(2), (X,)).size == 2

@@ -79,6 +79,21 @@ def test_more_than_there_are_is_refused_as_torch_does() -> None:
         on_ranks(2, rows(5, torch.float32), lambda z, p: class_choices.top_k(z, 6, p))
 
 
+def _of_wanted_gradients(member: Member) -> None:
+    group = member.mesh().get_group()
+    logits = torch.arange(6.0).view(2, 3).add(member.rank).requires_grad_()  # of six classes
+    assert tpplan.generation.argmax(logits, mesh=group, classes=6).tolist() == [5, 5]
+    with pytest.raises(tpplan.ArgumentError, match="want a gradient"):
+        tpplan.generation.top_k(logits, 2, mesh=group, classes=6)
+    with torch.no_grad():
+        assert tpplan.generation.top_k(logits, 2, mesh=group, classes=6)[1].tolist() == [[5, 2], [5, 2]]
+
+
+@pytest.mark.processes
+def test_logits_that_want_a_gradient() -> None:
+    world(2).run(_of_wanted_gradients)
+
+
 def _seeded() -> torch.Generator:
     return torch.Generator().manual_seed(3)
 

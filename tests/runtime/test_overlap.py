@@ -90,7 +90,7 @@ def _parities(member: Member, name: str, choices: Sequence[dict[str, Any]]) -> l
             program.count_pairwise() - program.count_pairwise(backward=False),
         ]
         predicted = [program.count_collectives(backward=False), program.count_collectives()]
-        predicted = [predicted[0] - pairwise[0], predicted[1] - predicted[0] - pairwise[1]]
+        predicted = [predicted[0] - pairwise[0] + program.count_parts(), predicted[1] - predicted[0] - pairwise[1]]
         assert not counts or [ours.forward, ours.backward] == predicted, (name, options)
         found.append((len(program.overlaps), pairwise))
     return found
@@ -249,6 +249,7 @@ def test_what_cannot_be_had_is_told_with_its_reason(modules: Any, options: Any, 
         ({"overlap": "gather_linear"}, "TP004"),
         ({"recompute_gather": "yes"}, "TP004"),
         ({"chunks": 1}, "TP004"),
+        ({"chunks": 65}, "TP004"),
         ({"chunks": "4"}, "TP004"),
         ({"chunks": True}, "TP004"),
         ({"modules": {"mlp.norm": {"style": "sequence", "overlap": "auto"}}}, "TP020"),
@@ -336,7 +337,9 @@ def test_a_plan_says_of_how_many_products_layers_are(number: int, size: int) -> 
     x = torch.randn(2, 8, 8, requires_grad=True)
     program = tpplan.compile_plan(Normed(), plan, size, x)
     assert [overlap.groups for overlap in program.overlaps] == [(1,) * number]
-    assert program.count_collectives(backward=False) == Counter({"all-reduce": number})
+    assert program.count_collectives(backward=False) == Counter({"all-reduce": 1})
+    assert program.count_parts() == Counter({"all-reduce": number - 1})
+    assert not tpplan.compile_plan(Normed(), {**plan, "overlap": "auto"}, size, x).count_parts()  # of so few rows
     split = tpplan.compile_plan(Normed(), {**plan, "modules": SPLIT, "overlap": "auto"}, size, x)
     assert {len(overlap.groups) for overlap in split.overlaps} == {min(number, size)}
 
@@ -494,7 +497,23 @@ def test_rows_are_summed_while_others_are_made() -> None:
     with Products(axis.events):
         made.sum().backward()
     assert _shown(axis.events) == "pp"
-    assert layer(x[:, :2], weight) is None  # fewer rows than parts
+    assert layer(x[:, :1], weight) is None
+    for groups, dim in (
+        ((1, 1, 1), None),
+        ((1, 1), 1),
+    ):  # what a model returns is its caller's, what is frozen isn't kept
+        given = x.detach().clone().requires_grad_()
+        read = given * 1.0
+        made = replace(layer, groups=groups, dim=dim)(read, weight.detach())
+        assert made is not None
+        made.add_(1.0)
+        read.data.zero_()
+        made.sum().backward()
+        torch.testing.assert_close(given.grad, torch.ones(1, 4, 4) @ weight)
+    axis.events.clear()
+    with Products(axis.events):
+        assert layer(x[:, :2], weight) is not None
+    assert _shown(axis.events) == "p(reduce)p(reduce).."  # as far as there are rows
     axis.one_shot = 4 * 4 * 4
     assert layer(x, weight) is None  # ranks sum that in one step
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 import tpplan
@@ -26,6 +26,7 @@ from tests.runtime.pipelines import (
     SEQUENCE,
     Attention,
     Block,
+    Model,
     cut,
     example,
     loss,
@@ -305,6 +306,58 @@ def test_a_stage_takes_parts_of_any_length_in_any_mode() -> None:
     for found in world(2).run(called):
         assert max(error for error, _ in found) < 1e-12
         assert [shape[1] for _, shape in found] == [4, 4, 4, 2, 6]
+
+
+class ByEither(Model):
+    """A first stage that may be passed what its table would give."""
+
+    def forward(self, ids: Tensor | None = None, embeds: Tensor | None = None) -> Any:  # pyright: ignore
+        assert self.embed is not None
+        x = self.embed(ids) if embeds is None else embeds
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+def passed_otherwise(member: Member) -> None:
+    """A whole tensor under a name that the example hasn't; the same tensor on all ranks, where each has a part."""
+    torch.manual_seed(0)
+    stock = cut(ByEither().double(), 0, 4)
+    ids = example(0)
+    first = tpplan.parallelize(copy.deepcopy(stock), planned(HANDED_ON), member.mesh(), {"ids": ids}, partial=True)
+    due = stock(ids).chunk(member.size, 1)[member.rank]
+    for call in ({"ids": ids}, {"embeds": stock.embed(ids).detach()}):  # pyright: ignore
+        torch.testing.assert_close(first(**call), due, rtol=1e-12, atol=1e-12)
+    x = example(1)
+    second = tpplan.parallelize(cut(made(), 1, 4), planned(HANDED_ON), member.mesh(), (x,), partial=True)
+    with pytest.raises(tpplan.TpplanError, match=r"TP192.*were all passed the same tensor"):
+        second(x)
+    same = torch.ones(2, LENGTH // member.size, HIDDEN, dtype=torch.float64)  # places don't differ
+    assert second(same).shape == same.shape
+    with pytest.raises(tpplan.TpplanError, match=r"TP117.*can't be called by themselves"):
+        second.get_submodule("layers.1.norm_1")(same)
+
+
+@pytest.mark.processes
+def test_parts_are_told_from_whole_tensors() -> None:
+    world(2).run(passed_otherwise)
+
+
+class WithPositions(Model):
+    """Hands its layers what another module has made of the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Identity()
+
+    def forward(self, x: Tensor) -> Any:
+        self.positions(x)
+        return super().forward(x)
+
+
+def test_others_may_be_passed_the_stream_before_its_layers() -> None:
+    stage = cut(WithPositions().double(), 1, 4)
+    assert tpplan.compile_plan(stage, planned(HANDED_ON), 2, (example(1),), partial=True).arriving
 
 
 class Branching(Attention):

@@ -104,5 +104,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     model = ["--model", "hf:gpt2", "--set", "n_layer=1"]
     assert main(["suggest", *model, "--from-deepspeed", str(file)]) == 1
     assert "TP215" in capsys.readouterr().err
-    assert main(["suggest", *model, "--from-deepspeed", str(tmp_path / "no.json")]) == 1
+    assert main(["suggest", *model, "--from-deepspeed", str(tmp_path / "no.json")]) == 2
     assert main(["suggest", *model, "--from-deepspeed", str(file), "--from-hf"]) == 2

@@ -10,7 +10,7 @@ Ranks exchange what they were called with before the first call of each kind run
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from tpplan.compat.modes import without_dispatch_modes, without_function_modes
 from tpplan.compat.pipelines import wants_shapes_alone
 from tpplan.compiler.ir.program import Program, dtype_name
 from tpplan.compiler.ir.pytree import leaves
+from tpplan.compiler.ir.trace import Path
 from tpplan.compiler.trace.chance import states
 from tpplan.plan import TpplanError
 from tpplan.runtime.ranks.lockstep import Facts
@@ -31,13 +32,16 @@ _FLAGS = frozenset({bool, int, float, complex, str, bytes})
 RANDOM_STATE = "the random state"
 _STATE_OF = "the state of "
 _NUMBERS = "#"  # before the digest of a tensor's numbers
+_OWN = "#own "  # before that of a part's, which another rank's differs from
 
 
 class DifferentInputsError(TpplanError):
     """The ranks that share a model called it with different arguments."""
 
 
-def facts_of(call: DecidedCall, names: Sequence[str], program: Program | None = None) -> Facts:
+def facts_of(
+    call: DecidedCall, names: Sequence[str], program: Program | None = None, arriving: Collection[Path] = ()
+) -> Facts:
     """What of a call must be the same on all ranks, each by its name.
 
     Numbers needn't where nobody reads what the call returns: torch's pipelining learns shapes from memory that holds
@@ -47,9 +51,10 @@ def facts_of(call: DecidedCall, names: Sequence[str], program: Program | None = 
         call: this rank's.
         names: of the positional arguments.
         program: what it runs by, to have the state of the random generator among the facts if that draws.
+        arriving: the paths of arguments of which each rank is passed its own part.
     """
     with torch.no_grad(), without_dispatch_modes(), without_function_modes():
-        found = [("training", str(call.training)), *_arguments(call, names)]
+        found = [("training", str(call.training)), *_arguments(call, names, arriving)]
     if wants_shapes_alone():
         found = [(name, held.partition(_NUMBERS)[0]) for name, held in found]
     found += [("the recording of gradients", _gradients()), ("autocast", _autocast())]
@@ -71,6 +76,14 @@ def refuse_different(every: Sequence[Facts]) -> None:
     Raises:
         DifferentInputsError: TP192.
     """
+    for name, own in (fact for fact in every[0] if _OWN in fact[1] and len(every) > 1):
+        if all((name, own) in other for other in every):
+            raise DifferentInputsError.of(
+                "TP192",
+                f"the ranks of the axis are due their own parts of `{name}`, and were all passed the same tensor",
+                help="pass what the stage before hands on, or take `input: sequence` from the layer that it goes to",
+            )
+    every = [[(name, held.partition(_OWN)[0]) for name, held in facts] for facts in every]
     for rank, other in enumerate(every):
         if other != every[0]:
             name, how = _first_difference(dict(every[0]), dict(other))
@@ -102,14 +115,15 @@ def _first_difference(first: dict[str, str], other: dict[str, str]) -> tuple[str
     return "", "are in another order"
 
 
-def _arguments(call: DecidedCall, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _arguments(call: DecidedCall, names: Sequence[str], arriving: Collection[Path]) -> Iterator[tuple[str, str]]:
     arguments, keywords = without_opaque(call.arguments, call.keywords)
     called = {names[i] if i < len(names) else f"*{i}": held for i, held in enumerate(arguments)}
     for name, held in sorted((called | keywords).items()):
         for path, item in leaves(held, (name,)):
             shown = str(path[0]) + "".join(f"[{step!r}]" for step in path[1:])
             if isinstance(item, Tensor):
-                yield shown, _tensor(item, path in call.parts)
+                own = f"{_OWN}{checksum(item):08x}" if path in arriving and _has_places(item) else ""
+                yield shown, _tensor(item, path in call.parts) + own
             elif type(item) in _FLAGS:
                 yield shown, repr(item)
 
@@ -126,6 +140,11 @@ def _tensor(tensor: Tensor, is_part: bool) -> str:
         return f"{form}{_NUMBERS}{checksum(tensor):08x}"
     except RuntimeError:  # of functorch, which shows nobody its numbers
         return form
+
+
+def _has_places(tensor: Tensor) -> bool:
+    """Whether places of a sequence differ, so that ranks' parts do."""
+    return tensor.dim() > 1 and not bool((tensor == tensor[:, :1]).all())
 
 
 def _gradients() -> str:

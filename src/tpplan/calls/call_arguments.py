@@ -159,6 +159,11 @@ class LeftParts:
         """How what was left lies, by path."""
         return {path: held.layout for path, held in self._known.items()}
 
+    @property
+    def left(self) -> dict[Path, Layout]:
+        """The same without what arrives."""
+        return {path: layout for path, layout in self.layouts.items() if path not in self._arriving}
+
     def parts_of(self, arguments: tuple[Any, ...], keywords: dict[str, Any], names: Sequence[str]) -> Parts:
         """How those tensors of a call lie that an earlier call has left, or what the caller has made of them since.
 
@@ -263,7 +268,7 @@ class LeftParts:
     def note(self, program: Program, told: bool) -> None:
         """Remember what calls leave; if nobody has been told of it, tell the caller once."""
         new = [held for held in program.left if held.path not in self._known]
-        told = told or any(held.layout.is_sharded for held in self._known.values())
+        told = told or any(layout.is_sharded for layout in self.left.values())
         self._known |= {held.path: held for held in program.left}
         self._lay_out()
         finding = next((d for d in program.diagnostics if d.code == "TP125"), None)

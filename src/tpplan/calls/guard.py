@@ -317,7 +317,7 @@ class CallGuard:
             except UnprovedCallError as error:
                 if not self._cuts(call):
                     # What calls have left with their caller may be mistaken for the whole, and fit nowhere.
-                    raised = None if self._left.layouts or _passes_caches(call) else models_own(error)
+                    raised = None if self._left.left or _passes_caches(call) else models_own(error)
                     raised = error if raised is None else raised
                     raise raised from raised.__cause__
                 return self._decide(training, arguments, keywords)
@@ -338,7 +338,8 @@ class CallGuard:
         program = self.main.program
         shapes = [tuple(t.shape) for _, t in tensors_of(call.arguments, call.keywords, self._names)]
         has_sizes = shapes == [r.shape for r in program.inputs]
-        refuse_different(lockstep.begin(facts_of(call, self._names, program), has_sizes))
+        facts = facts_of(call, self._names, program, self.main.program.arriving)
+        refuse_different(lockstep.begin(facts, has_sizes) or [facts] * lockstep.size)
 
     def _require_alike(self, call: DecidedCall, kind: CallKind) -> None:
         """Raise if the ranks were called with different arguments; looked at once for each kind of call.
@@ -347,7 +348,7 @@ class CallGuard:
         nobody wanted more than shapes.
         """
         if self._axis is not None and (kind not in self._compared or has_left()):
-            refuse_different(self._exchange(_NEW, facts_of(call, self._names)))
+            refuse_different(self._exchange(_NEW, facts_of(call, self._names, None, self.main.program.arriving)))
             (self._uncompared if wants_shapes_alone() else self._compared).add(kind)
             self._uncompared -= self._compared
 
@@ -527,6 +528,13 @@ class CallGuard:
 
         That a program of before covers it isn't enough: modules may return what they didn't, as attention its weights.
         """
+        if self._hands_on:
+            raise UnprovedCallError.of(
+                "TP117",
+                "modules of a part of a model that takes or hands on parts of a sequence can't be called by themselves",
+                help="call the part itself, or let stages hand on whole sequences, without `input: sequence` and "
+                "`output: sequence`",
+            )
         base = self._with_whole_sequences() if self._sequence_dims else self.main
         if not (self._changed or self.state):
             return base
@@ -746,10 +754,15 @@ class CallGuard:
         return compiled
 
     # -- whole sequences ------------------------------------------------------------------------------------------
+    @property
+    def _hands_on(self) -> bool:
+        main = self.main.program
+        return self.main.plan.is_part and bool(main.arriving or main.hands_on)
+
     def _with_whole_sequences(self) -> Proof:
         """The proof of the example with all sequences whole, compiled when it's first asked for."""
         main = self.main.program
-        if self.main.plan.is_part and (main.arriving or main.hands_on):
+        if self._hands_on:
             raise UnevenShardError.of(
                 "TP118",
                 f"{_UNEVEN}, and the parts of the model before this one and after it share it as well",

@@ -25,8 +25,8 @@ from tpplan.checkpoint.stored import alike
 from tpplan.checkpoint.told_bytes import Progress, shown
 from tpplan.checkpoint.wanted import Match, Wanted, match
 from tpplan.compat.dtensors import local_of
-from tpplan.plan import Diagnostic, Severity
-from tpplan.plan.taken import FLAG, FOLDER, PROGRESS, TEXTS, optional, takes
+from tpplan.plan import ArgumentError, Diagnostic, Severity
+from tpplan.plan.taken import FLAG, FOLDER, PROGRESS, TEXTS, optional, refusal, takes
 from tpplan.plan.warned import warn_user
 from tpplan.runtime.compiled.compiled_before import bare
 from tpplan.runtime.parameters.distribute import device_of_mesh
@@ -90,7 +90,7 @@ class _LoadJob:
     meter: Meter
 
 
-@takes(model=MODEL, source=FOLDER, rename=optional(TEXTS), strict=FLAG, progress=PROGRESS)
+@takes(model=MODEL, source=FOLDER, strict=FLAG, progress=PROGRESS)
 def load_weights(
     model: nn.Module,
     source: str | os.PathLike[str],
@@ -138,6 +138,9 @@ def load_weights(
     return model
 
 
+_RENAMINGS = optional(TEXTS)
+
+
 def load(
     model: nn.Module,
     source: str | os.PathLike[str] | Opened,
@@ -152,6 +155,8 @@ def load(
     job: _LoadJob | None = None
     error: Exception | None = None  # whatever a rank fails with, the others must not wait for it
     try:
+        if not _RENAMINGS.fits(rename):
+            raise ArgumentError(f"load_weights: {refusal('rename', _RENAMINGS, rename)}")
         opened = source if isinstance(source, Opened) else open_checkpoint(model, source, rename)
         job = _prepared(model, opened, strict, ranks)
     except Exception as raised:

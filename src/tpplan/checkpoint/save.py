@@ -19,7 +19,7 @@ from tpplan.checkpoint.stored_tensors import File, entries_of, in_files
 from tpplan.checkpoint.stream import stream
 from tpplan.checkpoint.told_bytes import Progress, shown
 from tpplan.checkpoint.writer import FileWriter, write_file
-from tpplan.plan.taken import FOLDER, PROGRESS, SIZE, takes
+from tpplan.plan.taken import FOLDER, PROGRESS, WHOLE, takes
 from tpplan.plan.warned import warn_user
 from tpplan.runtime.compiled.compiled_before import bare
 from tpplan.runtime.parameters.whole_states import without_replicas
@@ -28,7 +28,7 @@ from tpplan.taken_models import MODEL
 FILE_BYTES = 5 * 1024**3
 
 
-@takes(model=MODEL, folder=FOLDER, file_bytes=SIZE, progress=PROGRESS)
+@takes(model=MODEL, folder=FOLDER, file_bytes=WHOLE, progress=PROGRESS)
 def save_weights(
     model: nn.Module,
     folder: str | os.PathLike[str],

@@ -97,7 +97,7 @@ def parsed(parser: CommandParser, words: Sequence[str]) -> argparse.Namespace:
         reader = _reader(parser, namespace)
         if unknown and not any(map(_is_option, unknown)):
             values.append(f"`{unknown[0]}` is one argument too many")
-        raise MisuseError(reader.prog, _told(reader, unknown, commands, values))
+        raise MisuseError(reader.prog, _told(reader, unknown, commands, values, unknown=unknown))
 
 
 def _told(
@@ -106,6 +106,7 @@ def _told(
     commands: Sequence[str],
     values: Sequence[str],
     missing: Sequence[str] = (),
+    unknown: Sequence[str] = (),
 ) -> list[str]:
     """All mistakes: options that there aren't first, as the others may come of them."""
     from tpplan.plan.nearest import did_you_mean
@@ -118,6 +119,8 @@ def _told(
     for option in dict.fromkeys(word.partition("=")[0] for word in own if _is_option(word)):
         key = option.lstrip("-").replace("-", "_")
         if option in known:
+            if option in unknown:
+                told.append(f"`{option}` stands behind the command: `{parser.prog} {option} …`")
             continue
         if key in PLAN_KEYS:
             told.append(f"`{option}` isn't an option; write `{key}:` in the plan")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tpplan.cli.arguments import AUTO_HELP, add_command, add_model_arguments, add_text_format_argument, terminal_width
 from tpplan.cli.compile_model import model_and_inputs, plan_named, ranks_of
-from tpplan.cli.exit_codes import CLEAN, FINDINGS, UsageError
+from tpplan.cli.exit_codes import CLEAN, FINDINGS
 from tpplan.progress import doing, tell
 
 if TYPE_CHECKING:
@@ -58,22 +58,19 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from tpplan.parity import VerifyError, verify
+    from tpplan.parity import verify
 
-    try:
-        with doing("verifying"):
-            report = verify(
-                model,
-                plan,
-                ranks_of(arguments),
-                inputs,
-                processes=arguments.processes,
-                dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
-                seed=arguments.seed,
-                progress=tell,
-            )
-    except VerifyError as error:
-        raise UsageError(str(error)) from error
+    with doing("verifying"):
+        report = verify(
+            model,
+            plan,
+            ranks_of(arguments),
+            inputs,
+            processes=arguments.processes,
+            dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+            seed=arguments.seed,
+            progress=tell,
+        )
     _print(report, arguments.format)
     return CLEAN if report.ok else FINDINGS
 

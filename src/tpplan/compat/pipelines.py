@@ -36,7 +36,8 @@ def splits_backward() -> bool:
     if schedule is None:
         return False
     if schedule not in _known:
-        orders = (getattr(schedule, name, {}) for name in ("pipeline_order", "pipeline_order_with_comms"))
+        names = ("pipeline_order", "pipeline_order_with_comms")
+        orders: list[dict[Any, list[Any]]] = [getattr(schedule, name, None) or {} for name in names]
         steps = [step for order in orders for actions in order.values() for step in actions if step is not None]
         steps += [inner for step in steps for inner in getattr(step, "sub_actions", None) or ()]
         _known[schedule] = any(step.computation_type.name in _APART for step in steps)

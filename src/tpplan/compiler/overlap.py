@@ -36,6 +36,7 @@ _DEFAULT = "h100"
 _LARGE = 8192  # rows
 _SIZES = tuple(2**power for power in range(6, 24))
 _NEVER = 2**40
+_SUMS = (Collective.ALL_REDUCE, Collective.ONE_SHOT)  # which of the two, each call's size decides
 _ALL = (OverlapUnit.GATHER_LINEAR, OverlapUnit.LINEAR_REDUCE, OverlapUnit.WEIGHT_GRADIENT)
 
 
@@ -132,7 +133,7 @@ def _places(modules: Sequence[ModuleProgram], size: int, reasons: dict[OverlapUn
             for reshard in spec.exits:
                 if reshard.path:
                     continue
-                if reshard.forward is Collective.ALL_REDUCE and reshard.backward is Collective.NONE:
+                if reshard.forward in _SUMS and reshard.backward is Collective.NONE:
                     yield _Hideable(spec, reshard, False, OverlapUnit.LINEAR_REDUCE)
                 elif reshard.forward is not Collective.REDUCE_SCATTER:
                     continue
@@ -223,7 +224,7 @@ def _schedule(
     rates, group = Rates(cluster, kept=cluster.sustained), Group.of(cluster, size)
     made, given, _, itemsize = layers[0]
     width = (given if place.inward else made) * itemsize
-    sums = place.reshard.forward is Collective.ALL_REDUCE
+    sums = place.reshard.forward in _SUMS
 
     def hidden(rows: int, groups: tuple[int, ...], grouped: int) -> float:
         if sums:
@@ -283,7 +284,7 @@ def _vain(
             message="`chunks` has no effect: no layer's product is made in parts",
             span=plan.option_spans.get("chunks"),
             label="no effect",
-            help="remove it, or add `overlap: auto`",
+            help="remove it" if asked.anything else "remove it, or add `overlap: auto`",
         )
     if plan.recompute_gather and not again:
         reason = reasons.get(OverlapUnit.GATHER_LINEAR, _WITHOUT[OverlapUnit.GATHER_LINEAR])

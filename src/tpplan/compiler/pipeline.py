@@ -208,7 +208,7 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
         members = bases_among(request.model, wrappers, unwrapped[2])
         unwrapped = unwrap(request.model, flow, binding, members)
     binding, unwrapped, members = unwrapped
-    if request.plan.is_part:
+    if request.plan.is_part and not request.partly:
         request = replace(request, parts=arriving_parts(trace, binding, request.size) | dict(request.parts))
     findings = [*findings, *unwrapped]
     unpacked = pack_in_groups(request.model, flow, binding, request.size, request.partly)

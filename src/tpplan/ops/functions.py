@@ -26,7 +26,7 @@ from tpplan.ops.declared import declare, read_or_refuse, refused, register_by_na
 from tpplan.ops.dims import dims_of, leading_dims, shape_of, sizes_of
 from tpplan.ops.trial import ClaimError
 from tpplan.plan.operator_rule import OperatorRule, Term
-from tpplan.plan.taken import FLAG, TEXT, TEXTS, ArgumentKind, optional, takes
+from tpplan.plan.taken import FLAG, TEXTS, ArgumentKind, optional, takes
 from tpplan.taken_models import DTYPE
 
 SPACE = "tpplan_declared"
@@ -232,7 +232,7 @@ def _shown(leaf: Any) -> str:
     return repr(leaf) if isinstance(leaf, _PLAIN) else f"{type(leaf).__name__} {id(leaf)}"  # `_calls` keeps it
 
 
-@takes(rule=TEXT, random=FLAG, audit=FLAG, dtype=DTYPE)
+@takes(random=FLAG, audit=FLAG, dtype=DTYPE)
 def operator(
     rule: str,
     *,
@@ -272,7 +272,7 @@ def operator(
     return declared
 
 
-@takes(rule=TEXT, linear=_NAMES, sizes=optional(TEXTS), random=FLAG, audit=FLAG)
+@takes(linear=_NAMES, sizes=optional(TEXTS), random=FLAG, audit=FLAG)
 def register_operator(
     operator: Any,
     rule: str,

@@ -30,11 +30,12 @@ def refuse_too_large(model: nn.Module, program: Program, dtype: torch.dtype) -> 
     """Raise `TooLargeError` if parameters and gradients, of the model and of all ranks, exceed half of the memory."""
     needed, limit = _needed(program, dtype), _limit()
     if needed > limit:
-        raise TooLargeError(
+        raise TooLargeError.of(
+            "TP194",
             f"verifying `{type(model).__name__}` at tp={program.size} in {str(dtype).removeprefix('torch.')} takes "
-            f"{_gibibytes(needed)} for parameters and gradients; the limit here is {_gibibytes(limit)}\n"
-            "  help: fewer layers prove as much: on the command line `--set num_hidden_layers=2`, in Python a model "
-            "built from a smaller config"
+            f"{_gibibytes(needed)} for parameters and gradients; the limit here is {_gibibytes(limit)}",
+            help="fewer layers prove as much: on the command line `--set num_hidden_layers=2`, in Python a model "
+            "built from a smaller config",
         )
 
 

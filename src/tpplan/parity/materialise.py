@@ -41,7 +41,11 @@ def copy_with_numbers(model: nn.Module, dtype: torch.dtype, seed: int) -> nn.Mod
     try:
         return copy.deepcopy(model, memo).eval()
     except Exception as error:  # a module's own __deepcopy__ or __reduce__ may raise anything
-        raise VerifyError(f"`{type(model).__name__}` can't be copied: {describe(error)}") from error
+        raise VerifyError.of(
+            "TP194",
+            f"`{type(model).__name__}` can't be copied: {describe(error)}",
+            help="see to it that `copy.deepcopy` of the model works",
+        ) from error
 
 
 def copy_structure(model: nn.Module) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tpplan.plan import TpplanError
+from tpplan.plan import Diagnostic, TpplanError
 
 
 class VerifyError(TpplanError):
@@ -27,7 +27,7 @@ class RankError(VerifyError):
     def __init__(self, rank: int, message: str) -> None:
         """Name the rank and say what it raised."""
         self.rank = rank
-        super().__init__(f"rank {rank} raised {message}")
+        super().__init__([Diagnostic("TP194", f"rank {rank} raised {message}")])
 
 
 class RanksDisagreeError(VerifyError):

@@ -68,9 +68,10 @@ def _send(job: tuple[nn.Module, Program, Call, dict[str, Tensor], Draws | None],
     try:
         torch.save(job, folder / _JOB)
     except Exception as error:  # pickle raises PicklingError, AttributeError and TypeError alike
-        raise VerifyError(
-            f"`{type(job[0]).__name__}` can't be sent to other processes: {describe(error)}\n"
-            "  help: define its classes and functions at the top of a module, or verify with simulated ranks"
+        raise VerifyError.of(
+            "TP194",
+            f"`{type(job[0]).__name__}` can't be sent to other processes: {describe(error)}",
+            help="define its classes and functions at the top of a module, or verify with simulated ranks",
         ) from error
 
 
@@ -79,7 +80,9 @@ def _join(ranks: Any, folder: Path, timeout: float) -> None:
     try:
         while not ranks.join(timeout=0.2):
             if time.monotonic() > deadline:
-                raise RankTimeoutError(f"the ranks' processes took longer than {timeout:g} s")
+                raise RankTimeoutError.of(
+                    "TP194", f"the ranks' processes took longer than {timeout:g} s", help="give more by `timeout=`"
+                )
     except (ProcessRaisedException, ProcessExitedException) as error:
         raise _failure(folder, error) from None
 

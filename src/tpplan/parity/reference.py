@@ -97,11 +97,14 @@ def run_reference(model: nn.Module, call: Call, seed: int) -> UnshardedRun:
         with own, meter:
             seen = observe(copy_structure(model), call, cotangent)
     except Exception as error:  # the model's own, whatever it is
-        raise UnshardedError(f"the unsharded `{type(model).__name__}` raised {describe(error)}") from error
+        raise UnshardedError.of(
+            "TP194", f"the unsharded `{type(model).__name__}` raised {describe(error)}", help="call it on its own first"
+        ) from error
     if not seen.outputs:
-        raise VerifyError(
-            f"`{type(model).__name__}` returned no tensor that can be compared\n"
-            "  help: return tensors, or tuples, dicts or dataclasses of them"
+        raise VerifyError.of(
+            "TP194",
+            f"`{type(model).__name__}` returned no tensor that can be compared",
+            help="return tensors, or tuples, dicts or dataclasses of them",
         )
     epsilon = meter.epsilon or torch.finfo(torch.float64).eps
     draws = Draws(seed + 3, tuple(own.made)) if own.made else None

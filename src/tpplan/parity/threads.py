@@ -70,7 +70,7 @@ class Rendezvous:
         ordered = [self._held[rank] for rank in range(self.size)]
         if len({what for what, _ in ordered}) > 1:
             shown = "; ".join(f"rank {rank}: {what}" for rank, (what, _) in enumerate(ordered))
-            self.fail(RanksDisagreeError(f"the ranks call different collectives at the same time: {shown}"))
+            self.fail(RanksDisagreeError.of("TP194", f"the ranks call different collectives at the same time: {shown}"))
         self._complete = tuple(tensor for _, tensor in ordered)
         self._held = {}
         self._round += 1
@@ -88,9 +88,11 @@ class Rendezvous:
         missing = ", ".join(str(other) for other in range(self.size) if other not in self._held)
         if in_time:
             gone = ", ".join(map(str, sorted(self._left)))
-            self.fail(RanksDisagreeError(f"rank {rank} waits in {what}, but rank {gone} has finished without it"))
+            message = f"rank {rank} waits in {what}, but rank {gone} has finished without it"
+            self.fail(RanksDisagreeError.of("TP194", message))
         else:
-            self.fail(RankTimeoutError(f"rank {rank} waited {self.timeout:g} s in {what} for rank {missing}"))
+            message = f"rank {rank} waited {self.timeout:g} s in {what} for rank {missing}"
+            self.fail(RankTimeoutError.of("TP194", message, help="give more by `timeout=`"))
 
 
 class ThreadCommunicator:
@@ -201,7 +203,8 @@ def _join(ranks: list[_Rank[T]], rendezvous: Rendezvous) -> None:
         if deadline is None and (len(alive) < len(ranks) or rendezvous.failure is not None):
             deadline = time.monotonic() + rendezvous.timeout
         if deadline is not None and time.monotonic() > deadline:
-            rendezvous.fail(RankTimeoutError(f"{alive[0].name.removeprefix('tpplan ')} never ended"))
+            never = f"{alive[0].name.removeprefix('tpplan ')} never ended"
+            rendezvous.fail(RankTimeoutError.of("TP194", never, help="give more by `timeout=`"))
             return
 
 

@@ -81,9 +81,9 @@ def read_document(root: Node | None, file: str, problems: Problems) -> Document 
         tuple(read_rules(given["modules"], file, problems)) if "modules" in given else (),
         tuple(_read_kernels(given["kernels"], file, problems)) if "kernels" in given else (),
         tuple(_read_operators(given["operators"], file, problems)) if "operators" in given else (),
-        _read_number(given, "one_shot_all_reduce", 0, "a number of bytes", 262144, problems),
+        _read_number(given, "one_shot_all_reduce", range(2**63), "a number of bytes", 262144, problems),
         read_overlap(given["overlap"], problems) if "overlap" in given else None,
-        _read_number(given, "chunks", 2, "a whole number from 2 on", 4, problems),
+        _read_number(given, "chunks", range(2, 65), "a whole number from 2 to 64", 4, problems),
         _read_switch("recompute_gather", given["recompute_gather"], problems) if "recompute_gather" in given else None,
         {key: node.span for key, node in given.items() if key in _POINTED_AT and node.span is not None},
     )
@@ -143,12 +143,12 @@ def _read_operators(node: Node, file: str, problems: Problems) -> Iterator[Opera
 
 
 def _read_number(
-    given: Mapping[str, Node], key: str, least: int, what: str, example: int, problems: Problems
+    given: Mapping[str, Node], key: str, allowed: range, what: str, example: int, problems: Problems
 ) -> int | None:
     node = given.get(key)
     if node is None:
         return None
-    if not isinstance(node, ScalarNode) or type(node.value) is not int or node.value < least:
+    if not isinstance(node, ScalarNode) or type(node.value) is not int or node.value not in allowed:
         wrong_type(node, f"`{key}` has to be {what}", problems, f"write `{key}: {example}`")
         return None
     return node.value

@@ -98,17 +98,27 @@ def _of_ranks(came: Any) -> str:
 
 
 def _is_whole(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, (bool, type)) and not hasattr(value, "shape")
+    if isinstance(value, (bool, type)) or hasattr(value, "requires_grad"):
+        return False
+    return hasattr(value, "__index__") and getattr(value, "shape", ()) == ()  # numpy has numbers with a shape
 
 
 def _is_number(value: Any) -> bool:
     return hasattr(value, "__float__") and not isinstance(value, (bool, type))
 
 
+def _is_order(value: Any) -> bool:
+    try:
+        return _is_number(value) or (isinstance(value, str) and float(value) > 0)
+    except ValueError:
+        return False
+
+
 RANKS: Final = ArgumentKind(lambda n: _is_whole(n) and n >= 1, "a number of ranks, at least 1", _of_ranks)
 SIZE: Final = ArgumentKind(lambda n: _is_whole(n) and n >= 1, "a whole number, at least 1")
 WHOLE: Final = ArgumentKind(_is_whole, "a whole number")
 NUMBER: Final = ArgumentKind(_is_number, "a number")
+ORDER: Final = ArgumentKind(_is_order, "a number, or `inf`")
 SECONDS: Final = ArgumentKind(lambda n: _is_number(n) and n > 0, "a number of seconds, more than 0")
 SHARE: Final = ArgumentKind(lambda n: _is_number(n) and 0 <= n <= 1, "a number from 0 to 1")
 TEXT: Final = ArgumentKind(lambda held: isinstance(held, str), "text")

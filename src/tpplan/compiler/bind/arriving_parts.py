@@ -27,7 +27,7 @@ def arriving_parts(trace: Trace, binding: Binding, size: int) -> dict[Path, Layo
 
 
 def _is_taken(frame: Frame, value: int, binding: Binding) -> bool:
-    """Whether the first module that is passed the value takes its rank's part of it."""
+    """Whether the first module with a pin that is passed the value takes its rank's part of it."""
     for child in frame.body:
         if not isinstance(child, Frame):
             continue
@@ -37,7 +37,8 @@ def _is_taken(frame: Frame, value: int, binding: Binding) -> bool:
         bound = binding.modules.get(child.module)
         if bound is not None and bound.input is not None and place == 0:
             return bound.input is Pin.SEQUENCE
-        return bound is None and _is_taken(child, child.entries[place].target, binding)
+        if bound is None and _is_taken(child, child.entries[place].target, binding):
+            return True
     return False
 
 

@@ -17,7 +17,7 @@ from tpplan.compiler.bind.linear import LinearForm, Product
 from tpplan.compiler.bind.shared_heads import Body, Use
 from tpplan.compiler.ir.heads import ROW_BYTES, Parts, even_parts
 from tpplan.compiler.ir.layout import Pack
-from tpplan.plan import Diagnostic, Style
+from tpplan.plan import Diagnostic, Pin, Style
 
 _NARROW = ROW_BYTES // 2  # entries of two bytes, in which autocast and FSDP may compute what is stored wider
 
@@ -65,7 +65,9 @@ class SharedFeatures:
             packs = rows.packs(use)
         else:
             plain = bound.packs or (Pack(use.features),)
-            chunked = all(pack == Pack(pack.size) and pack.size in self.filled for pack in plain)
+            chunked = bound.output is not Pin.SHARD and all(
+                pack == Pack(pack.size) and pack.size in self.filled for pack in plain
+            )
             packs = [Pack(n, parts=even_parts(n, self.size)) for n, *_ in plain] if chunked else []
         return replace(bound, packs=tuple(packs)) if packs else bound
 

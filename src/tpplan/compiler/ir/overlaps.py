@@ -18,7 +18,7 @@ class Overlap:
         linears: the layers; of a result, the module itself.
         units: what is hidden behind what; nothing where the tensor is only gathered again.
         groups: how many parts each product is of, in order: of a pairwise exchange, there is one for each rank; of an
-            all-reduce, each product's rows are summed by themselves.
+            all-reduce, each product's rows are summed by themselves, as far as there are rows.
         grouped: of how many of the layers; the others multiply the whole.
         least: how many rows of the whole tensor a call has to have, so that it pays; 0 for all calls.
     """

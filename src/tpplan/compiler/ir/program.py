@@ -440,8 +440,8 @@ class Program:
     def count_collectives(self, backward: bool = True, picked: bool = True, sums: bool = True) -> Counter[str]:
         """How often each collective runs in one forward, or in one forward and backward.
 
-        A pairwise exchange counts as the collective in whose place it runs; see `count_pairwise`. A sum that is made in
-        parts in calls of any size counts as so many. The coalesced sum of parameter gradients counts as one all-reduce
+        A pairwise exchange counts as the collective in whose place it runs, and a sum in parts as one; see
+        `count_pairwise` and `count_parts`. The coalesced sum of parameter gradients counts as one all-reduce
         per dtype, in the backward. (Where FSDP cuts parameters, it is one for each of its units.)
 
         Args:
@@ -451,14 +451,12 @@ class Program:
         """
         counted: Counter[str] = Counter()
         inside = tuple(f"{name}." for name in self.picked)
-        parts = {(o.module, o.path): len(o.groups) for o in self.overlaps if not (o.inward or o.least)}
         for module, reshard in self.reshards():
             if not picked and f"{module.name}.".startswith(inside):
                 continue
             for back, way, times in reshard.collectives(module.calls):
                 if way.communicates and times and (backward or not back):
-                    in_parts = parts.get((module.name, reshard.path), 1) if way is Collective.ALL_REDUCE else 1
-                    counted[str(way)] += times * in_parts
+                    counted[str(way)] += times
         if backward and sums:
             counted.update(name for name, _ in self.gradient_sums)
         return counted
@@ -480,6 +478,17 @@ class Program:
             counted[str(reshard.forward)] += there
             if backward and reshard.backward in _PAIRWISE and not overlap.inward:
                 counted[str(reshard.backward)] += back
+        return +counted
+
+    def count_parts(self) -> Counter[str]:
+        """How many all-reduces more there are in a call like the example, as sums run in parts beside products."""
+        counted: Counter[str] = Counter()
+        for overlap in self.overlaps:
+            module, reshard = self.overlapped(overlap)
+            rows = math.prod(reshard.shape[:-1])
+            if reshard.forward is Collective.ALL_REDUCE and not overlap.inward and rows >= overlap.least:
+                parts = min(len(overlap.groups), rows)
+                counted[str(reshard.forward)] += (parts - 1) * reshard.repeats(module.calls)[0]
         return +counted
 
     @property

@@ -24,7 +24,8 @@ from tpplan.runtime.classes.class_rows import ClassPart, maxima, wide_dtype
 
 
 def argmax(local: Tensor, part: ClassPart) -> Tensor:
-    """The class of the largest number of each row, (…)."""
+    """The class of the largest number of each row, (…); no gradient flows back, as from `torch.argmax`."""
+    local = local.detach()
     if part.count:
         own = local.argmax(-1, keepdim=True)
         values = local.gather(-1, own)

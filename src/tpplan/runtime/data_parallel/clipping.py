@@ -21,18 +21,18 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.compat.dtensors import local_of
 from tpplan.compat.tensors import foreach_norm
-from tpplan.plan.taken import FLAG, NUMBER, optional
+from tpplan.plan.taken import FLAG, NUMBER, ORDER, optional
 from tpplan.runtime.parameters.sharded_operations import owned_elements, split_axes
 from tpplan.runtime.parameters.sharded_tensors import ShardedTensor
 from tpplan.taken_models import TENSORS, takes_in_graphs
 
 
-@takes_in_graphs(parameters=TENSORS, max_norm=NUMBER, norm_type=NUMBER, error_if_nonfinite=FLAG, foreach=optional(FLAG))
+@takes_in_graphs(parameters=TENSORS, max_norm=NUMBER, norm_type=ORDER, error_if_nonfinite=FLAG, foreach=optional(FLAG))
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
-    norm_type: float = 2.0,
+    norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
@@ -44,7 +44,7 @@ def clip_grad_norm_(
     Args:
         parameters: whose gradients are scaled.
         max_norm: the norm that they may have.
-        norm_type: the order of the norm.
+        norm_type: the order of the norm, a number or `"inf"`.
         error_if_nonfinite: whether to raise if the norm isn't finite.
         foreach: whether to scale by one operation for all; None decides as torch does.
 

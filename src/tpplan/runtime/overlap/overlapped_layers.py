@@ -57,7 +57,7 @@ def overlapped_layers(
         spec, reshard = program.overlapped(overlap)
         axis = placed(handed_out.axis, f"the {'input' if overlap.inward else 'result'} of `{overlap.module}`")
         if not overlap.inward:
-            dim = None if reshard.forward is Collective.ALL_REDUCE else reshard.target.dim
+            dim = reshard.target.dim if reshard.forward is Collective.REDUCE_SCATTER else None
             scattered[spec.name] = Scattered(axis, dim, spec.transposed, overlap.least, overlap.groups)
             continue
         members = tuple(_member(specs[name], modules, readers, name in without_bias) for name in overlap.linears)

@@ -85,10 +85,10 @@ def scatter_with(axis: Communicator, dim: int, groups: Sequence[int], work: Call
             made = [*terms]
             arriving += [swap(term.contiguous(), d) for term, d in zip(terms, distances, strict=True) if d < size]
             first += group
-        total = made[-1].contiguous()
-        for wait in arriving:
+        total = made[-1] + arriving[0]()  # a tensor of its own, which callers may write to
+        for wait in arriving[1:]:
             total.add_(wait())
-    return total
+    return total.contiguous()
 
 
 def sum_with(axis: Communicator, whole: Tensor, groups: Sequence[int], work: Callable[[slice, Tensor], object]) -> None:
@@ -101,6 +101,8 @@ def sum_with(axis: Communicator, whole: Tensor, groups: Sequence[int], work: Cal
         work: makes the terms of some rows, in these.
     """
     rows, shares, first, arriving = whole.shape[0], sum(groups), 0, list[tuple[Tensor, Waiting]]()
+    if not (isinstance(axis, ProcessGroupCommunicator) and axis.begins):
+        groups = (shares,)
     for last in accumulate(groups):
         part = slice(first * rows // shares, last * rows // shares)
         made = whole[part]

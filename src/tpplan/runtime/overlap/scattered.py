@@ -58,7 +58,7 @@ class Scattered:
         """Whether there are parts, which the ranks of a split sum share evenly."""
         if self.dim is None:
             made = weight.shape[1 if self.transposed else 0]
-            return rows >= len(self.groups) and rows * made * input.itemsize > self.axis.one_shot
+            return rows > 1 and rows * made * input.itemsize > self.axis.one_shot
         return (
             input.dim() > self.dim + 1 and bool(input.shape[self.dim]) and input.shape[self.dim] % self.axis.size == 0
         )
@@ -67,9 +67,10 @@ class Scattered:
         """The same, without a backward."""
         if self.dim is None:
             rows, matrix = input.flatten(0, -2), weight if self.transposed else weight.t()
-            whole = input.new_empty((rows.shape[0], matrix.shape[1]))
-            sum_with(self.axis, whole, self.groups, lambda part, made: torch.mm(rows[part], matrix, out=made))
-            return whole.view(*input.shape[:-1], matrix.shape[1])
+            whole = input.new_empty((*input.shape[:-1], matrix.shape[1]))
+            groups = self.groups[: rows.shape[0]]
+            sum_with(self.axis, whole.flatten(0, -2), groups, lambda part, made: torch.mm(rows[part], matrix, out=made))
+            return whole
         dim = self.dim
         parts = input.chunk(self.axis.size, dim)
 
@@ -86,7 +87,8 @@ class _Scattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer: Scattered, input: Tensor, weight: Tensor) -> Tensor:
         ctx.layer, ctx.place = layer, told_place()
-        ctx.save_for_backward(input, weight)
+        _, wants_input, wants_weight = ctx.needs_input_grad
+        ctx.save_for_backward(input if wants_weight else None, weight if wants_input else None)
         return layer.compute(input, weight)
 
     @staticmethod
