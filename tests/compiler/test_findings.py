@@ -92,6 +92,7 @@ ELSEWHERE = {
     "TP191": "training/test_trainer.py",
     "TP192": "training/test_inputs.py",
     "TP193": "training/test_states.py",
+    "TP194": "parity/test_failures.py",
     "TP146": "parity/test_whole_experts.py",
     "TP147": "parity/test_gathers.py",
     "TP148": "parity/test_expert_groups.py",

@@ -56,8 +56,9 @@ PLAN = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
 
 
 def test_a_model_that_raises_by_itself_is_told_apart():
-    with pytest.raises(UnshardedError, match="the unsharded `Choosy` raised ValueError: not today"):
+    with pytest.raises(UnshardedError, match=r"TP194.*the unsharded `Choosy` raised ValueError: not today") as caught:
         verify(Choosy(), PLAN, 2, (torch.randn(2, 8),))
+    assert caught.value.code == "TP194"
 
 
 class Opaque(Choosy):
