@@ -270,16 +270,12 @@ def check_stages(stages: nn.Module | Collection[nn.Module], plan: AskedPlan, mes
     except Exception as raised:
         error = raised  # the other ranks wait for this one
     group = None if mesh is None else mesh.get_group()
-    mine = (str(error or ""), [names_for(stage) for stage in own])
-    every = exchange(group, "the comparison of a plan with all stages", mine)
-    if error is not None:
+    if group is not None:
+        agree(group, None, error)
+    elif error is not None:
         raise error
-    failed = next(((rank, text) for rank, (text, _) in enumerate(every) if text), None)
-    if failed is not None:
-        raise CompileError.of(
-            "TP116", f"rank {failed[0]} of the pipeline's axis could not read the plan", notes=[failed[1]]
-        )
-    named = [names for _, stages_there in every for names in stages_there]
+    every = exchange(group, "the comparison of a plan with all stages", [names_for(stage) for stage in own])
+    named = [names for stages_there in every for names in stages_there]
     modules, parameters = (list(dict.fromkeys(name for names in named for name in names[kind])) for kind in (0, 1))
     found = () if loaded is None else loaded.match(modules, parameters).diagnostics
     unmatched = [held for held in found if held.code == "TP012" and held.severity is Severity.ERROR]

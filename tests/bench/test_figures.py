@@ -12,7 +12,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from tpplan.bench import alternative_ranks, compile_time, decode, forms, loop, overhead, requests
+from tpplan.bench import (
+    alternative_ranks,
+    compile_time,
+    decode,
+    forms,
+    loop,
+    overhead,
+    overlap_times,
+    requests,
+    slow_link,
+)
 from tpplan.bench.child import measure
 from tpplan.bench.environment import describe_environment
 from tpplan.bench.page import render_page, write_page
@@ -21,8 +31,11 @@ from tpplan.bench.rank_processes import peak_mib
 from tpplan.bench.result_tables import Table, show, tables_of, verdicts
 from tpplan.bench.rounds import time_interleaved
 from tpplan.bench.running import BENCHMARKS, BenchmarkError, measurements, run, run_in_process
+from tpplan.compat.process_groups import fake_process_group
 from tpplan.compiler import search
 from tpplan.compiler.check import local_run
+from tpplan.compiler.ir.layout import Collective
+from tpplan.runtime.ranks.communicator import ProcessGroupCommunicator
 
 IN_PLACE = (local_run.check, search.assign)
 
@@ -250,6 +263,54 @@ def test_the_most_memory_is_what_there_is_at_once() -> None:
         two.mul(2)
 
     assert peak_mib(run) == pytest.approx(2, abs=0.01)
+
+
+@pytest.mark.sweep
+def test_overlap_is_measured_with_the_same_bytes() -> None:
+    result = run("overlap", quick=True)
+    by = {(row["model"], row["link"], row["form"]): row for row in result["rows"]}
+    for plan in overlap_times.PLANS:
+        for link in ("own", "slow", "fake"):
+            assert all(by[plan, link, form]["milliseconds"] > 0 for form in overlap_times.FORMS)
+        plain, auto, every, again = (by[plan, "slow", form]["sent"] for form in overlap_times.FORMS)
+        assert plain == auto == pytest.approx(every, rel=0.01)
+        assert again == plain if plan == "llama" else again > plain
+
+
+class Clock:
+    """A clock that sleeping alone moves."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_slow_link_takes_its_time_and_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 bytes on two ranks, at 1,600 bytes a second; what is begun together comes one after another."""
+    before, clock = vars(ProcessGroupCommunicator).copy(), Clock()
+    monkeypatch.setattr(slow_link, "time", clock)
+    with fake_process_group(2):
+        axis, ones = ProcessGroupCommunicator(torch.distributed.group.WORLD), torch.ones(4)  # pyright: ignore
+        for work, seconds in (
+            (lambda: axis.all_reduce(ones), 0.01),
+            (lambda: axis.reduce_scatter(ones, 0), 0.005),
+            (lambda: axis.all_gather(ones, 0), 0.01),
+            (lambda: axis.begin_collective(Collective.ALL_REDUCE, ones)(), 0.01),
+        ):
+            with slow_link.SlowLink(1600.0) as link:
+                work()
+            assert (link.sent, link.waited) == pytest.approx((seconds, seconds))
+        with slow_link.SlowLink(1600.0) as link:
+            waits = [axis.begin_collective(Collective.ALL_REDUCE, ones) for _ in range(3)]
+            clock.sleep(0.012)  # what is computed meanwhile
+            for wait in waits:
+                wait()
+        assert (link.sent, link.waited) == pytest.approx((0.03, 0.018))
+    assert vars(ProcessGroupCommunicator) == before
 
 
 @pytest.mark.sweep

@@ -29,7 +29,7 @@ PLAN = {"toy.yaml": "".join(f"line {number}: <b>&amp;</b>\n" for number in range
 BLOCK = "model.layers.0.self_attn"
 LINE = (
     TimeSlice("compute", f"{BLOCK}.q_proj", "aten.mm.default", False, 0.0, 3e-5, 100),
-    TimeSlice("communication", f"{BLOCK}.o_proj", "reduce-scatter", False, 3e-5, 1e-5, 200),
+    TimeSlice("communication", f"{BLOCK}.o_proj", "reduce-scatter", False, 3e-5, 1e-5, 200, 4e-6),
     TimeSlice("communication", BLOCK, "reduce-scatter", True, 4e-5, 1e-5, 200),
 )
 COST = Estimate(
@@ -127,6 +127,7 @@ def test_a_collective_leads_to_its_plan_s_line_and_has_bytes_and_time() -> None:
     slices = [
         attributes for tag, attributes in page.tags if tag == "rect" and "communication" in attributes.get("class", "")
     ]
+    assert "4.0 µs of it beside products" in (slices[0]["aria-label"] or "")
     assert [attributes["data-to"] for attributes in slices] == [
         next(c.key for c in picture.crossings() if c.first == name) for name in (f"{BLOCK}.o_proj", BLOCK)
     ]

@@ -122,22 +122,24 @@ def _arguments(call: DecidedCall, names: Sequence[str], arriving: Collection[Pat
         for path, item in leaves(held, (name,)):
             shown = str(path[0]) + "".join(f"[{step!r}]" for step in path[1:])
             if isinstance(item, Tensor):
-                own = f"{_OWN}{checksum(item):08x}" if path in arriving and _has_places(item) else ""
-                yield shown, _tensor(item, path in call.parts) + own
+                yield shown, _tensor(item, path in call.parts, path in arriving)
             elif type(item) in _FLAGS:
                 yield shown, repr(item)
 
 
-def _tensor(tensor: Tensor, is_part: bool) -> str:
+def _tensor(tensor: Tensor, is_part: bool, arrives: bool) -> str:
     where = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
     more = where + (" that requires grad" if tensor.requires_grad else "")
-    if is_part:
-        return f"a part of {dtype_name(tensor.dtype)}{more}"
-    form = f"{dtype_name(tensor.dtype)}{tuple(tensor.shape)}{more}"
+    form = f"a part of {dtype_name(tensor.dtype)}" if is_part else f"{dtype_name(tensor.dtype)}{tuple(tensor.shape)}"
+    form += more
+    if is_part and not arrives:
+        return form
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
         return form
     try:
-        return f"{form}{_NUMBERS}{checksum(tensor):08x}"
+        if is_part and not _has_places(tensor):
+            return form
+        return f"{form}{_OWN if is_part else _NUMBERS}{checksum(tensor):08x}"
     except RuntimeError:  # of functorch, which shows nobody its numbers
         return form
 

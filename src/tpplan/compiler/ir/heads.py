@@ -99,4 +99,4 @@ def _keys(start: int, length: int, group: int) -> int:
     return (start + length - 1) // group - start // group + 1
 
 
-__all__ = ["ROW_BYTES", "HeadParts", "Parts", "even_parts", "fitting_ranks", "head_parts"]
+__all__ = ["ROW_BYTES", "HeadParts", "Parts", "cannot_share", "even_parts", "fitting_ranks", "head_parts"]
