@@ -98,8 +98,13 @@ def on_ranks(
 ) -> list[Any]:
     """`work` on each rank's sharded copy of `stock`, with its guard."""
     plan = plan_of(rules)
-    compiled = compile_call(Request(stock, plan, tp, *example))
+    return _on_ranks(stock, plan, compile_call(Request(stock, plan, tp, *example)), example, work)
 
+
+def _on_ranks(
+    stock: nn.Module, plan: Plan, compiled: Compiled, example: Call, work: Callable[[nn.Module, CallGuard], Any]
+) -> list[Any]:
+    tp = compiled.program.size
     turns = _Turns(tp)
 
     def one(axis: ThreadCommunicator) -> Any:
@@ -155,7 +160,8 @@ def worst(
 
     A function among the calls is applied to the sharded and to the stock model.
     """
-    program = compile_call(Request(stock, plan_of(rules), tp, *example)).program
+    plan = plan_of(rules)
+    compiled = compile_call(Request(stock, plan, tp, *example))
 
     def work(own: nn.Module, guard: CallGuard) -> list[tuple[Tensor, dict[str, Tensor]]]:
         found = walked(own, calls)
@@ -163,15 +169,16 @@ def worst(
             proofs.append(len(list(guard._proofs)))
         return found
 
-    ranks = on_ranks(stock, rules, tp, example, work)
-    return _worst(program, ranks, walked(copy.deepcopy(stock), calls), tp)
+    ranks = _on_ranks(stock, plan, compiled, example, work)
+    return _worst(compiled.program, ranks, walked(copy.deepcopy(stock), calls), tp)
 
 
 def verdicts(
     stock: nn.Module, rules: dict[str, Any] | str, tp: int, example: Call, calls: Sequence[Call]
 ) -> list[float | str]:
     """As `worst`, of calls that may be refused: what a refusal says is in the place of the error of that call."""
-    program = compile_call(Request(stock, plan_of(rules), tp, *example)).program
+    plan = plan_of(rules)
+    compiled = compile_call(Request(stock, plan, tp, *example))
 
     def work(own: nn.Module, _: CallGuard) -> list[Any]:
         found: list[Any] = []
@@ -182,14 +189,14 @@ def verdicts(
                 found.append(str(error))
         return found
 
-    ranks = on_ranks(stock, rules, tp, example, work)
+    ranks = _on_ranks(stock, plan, compiled, example, work)
     refused = [isinstance(seen, str) for seen in ranks[0]]
     assert all([isinstance(seen, str) for seen in found] == refused for found in ranks), "all ranks refuse the same"
     model = copy.deepcopy(stock)
     return [
         ranks[0][number]
         if refused[number]
-        else _worst(program, [[found[number]] for found in ranks], [stepped(model, call)], tp)[0]
+        else _worst(compiled.program, [[found[number]] for found in ranks], [stepped(model, call)], tp)[0]
         for number, call in enumerate(calls)
     ]
 

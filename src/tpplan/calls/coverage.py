@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tpplan.compiler.cover import Cover, Subject
-from tpplan.compiler.trace.left_state import LENGTH
+from tpplan.compiler.trace.slots import LENGTH
 from tpplan.state.reads import ANYTHING
 
 Sizes = tuple[object, ...]

@@ -28,8 +28,8 @@ from tpplan.compat.hooks import hook_tables
 from tpplan.compat.modes import without_dispatch_modes, without_function_modes
 from tpplan.compat.modules import own_buffers, own_parameters
 from tpplan.compiler.ir.objects import without_checkpoint
-from tpplan.compiler.trace.left_state import hook_name
 from tpplan.compiler.trace.skeleton import transplanted
+from tpplan.compiler.trace.slots import hook_name
 from tpplan.runtime.modules.contents import MISSING, NOT_ATTRIBUTES
 from tpplan.runtime.modules.writes import Watched, Writes
 from tpplan.state.content import (

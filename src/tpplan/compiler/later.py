@@ -13,16 +13,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tpplan.compiler.ir.hidden import is_of_plain
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout
 from tpplan.compiler.ir.program import ModuleProgram, Program
 from tpplan.compiler.ir.pytree import tensors_in
 from tpplan.compiler.ir.replaced_bodies import RecordedBody
 from tpplan.compiler.ir.trace import Trace, quoted
 from tpplan.compiler.trace.capture import Capture, record
-from tpplan.compiler.trace.left_state import Slot, slots_of
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.sequel import without_records
 from tpplan.compiler.trace.skeleton import make_skeleton
+from tpplan.compiler.trace.slots import Slot, slots_of
 from tpplan.compiler.trace.surroundings import Space, Surroundings, other_files
 from tpplan.plan import CompileError, Diagnostic
 
@@ -46,7 +47,8 @@ def after_a_call(
 def before_any_call(model: nn.Module) -> Generator[bool]:
     """In the block, what functions of the model and around it fill with tensors is empty; whether any of it wasn't."""
     around = Surroundings(model)
-    found = [(name, table) for name, table in around.tables() if any(map(_is_of_tensors, table.values()))]
+    tables = ((name, table) for name, table in around.tables() if not is_of_plain(table))
+    found = [(name, table) for name, table in tables if any(map(_is_of_tensors, table.values()))]
     names = [slot for slot in slots_of(model, around).values() if _is_a_name(slot)]
     put, entered = around.written() if found or names else (set[str](), set[str]())
     filled = [(table, dict(table)) for name, table in found if name in entered]
@@ -69,7 +71,7 @@ def before_any_call(model: nn.Module) -> Generator[bool]:
 
 
 def _is_of_tensors(held: object) -> bool:
-    return not isinstance(held, dict) and any(True for _ in tensors_in([held]))
+    return not (isinstance(held, dict) or is_of_plain(held)) and any(True for _ in tensors_in([held]))
 
 
 def _is_a_name(slot: Slot) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -28,14 +29,15 @@ from tpplan.state.parts import PLAIN, Names, UnseenError, functions_in, is_libra
 ANYTHING = "__dict__"
 _TORCH: tuple[ModuleType | type, ...] = (torch, torch.nn.functional, torch.Tensor)
 _lock = threading.Lock()
-_blocks = 0
-_known_files: tuple[list[int], dict[str, list[str]]] = ([], {})
+_blocks = Counter[type]()
+_known_files: tuple[object, dict[str, list[str]]] = (None, {})
 
 
 class _Noting(threading.local):
     """The names that are being collected in this thread."""
 
     names: set[str] | None = None
+    kinds: frozenset[type] = frozenset()
 
 
 _noting = _Noting()
@@ -43,27 +45,41 @@ _noting = _Noting()
 
 @contextmanager
 def reads() -> Generator[set[str]]:
-    """A block; the names that are read in it are in the set."""
-    before, _noting.names = _noting.names, set[str]()
-    _count(1)
+    """A block; the names that `note_reads` has modules tell in it are in the set."""
+    before, kinds = _noting.names, _noting.kinds
+    _noting.names = set()
     try:
         yield _noting.names
     finally:
-        _count(-1)
+        _count(_noting.kinds - kinds, -1)
         if before is not None:
             before |= _noting.names
-        _noting.names = before
+        _noting.names, _noting.kinds = before, kinds
 
 
-def _count(more: int) -> None:
+def note_reads(modules: Iterable[nn.Module]) -> None:
+    """In a block of `reads`, have modules of these classes tell what they are asked for."""
+    if _noting.names is not None:
+        new = {_that_tells(type(module)) for module in modules} - _noting.kinds
+        _count(new, 1)
+        _noting.kinds |= new
+
+
+def _that_tells(kind: type) -> type:
+    """The class to be changed: Python looks through all that derive from it, which of `nn.Module` are thousands."""
+    return kind if kind.__getattribute__ in (object.__getattribute__, _noted) else nn.Module
+
+
+def _count(kinds: Iterable[type], more: int) -> None:
     """Let modules tell while there is a block in any thread."""
-    global _blocks
     with _lock:
-        before, _blocks = _blocks, _blocks + more
-        if not before:  # Python looks through all classes of modules for each change here
-            nn.Module.__getattribute__ = _noted  # pyright: ignore[reportAttributeAccessIssue]
-        elif not _blocks:
-            del nn.Module.__getattribute__
+        for kind in kinds:
+            before = _blocks[kind]
+            _blocks[kind] += more
+            if not before:
+                kind.__getattribute__ = _noted  # pyright: ignore[reportAttributeAccessIssue]
+            elif not _blocks[kind]:
+                del kind.__getattribute__, _blocks[kind]
 
 
 def _noted(module: nn.Module, name: str) -> Any:
@@ -122,13 +138,12 @@ def _reached(code: Iterable[CodeType], kinds: Iterable[type[Any]]) -> dict[CodeT
 def _files() -> dict[str, list[str]]:
     """The modules of Python by the files that they were read from."""
     global _known_files
-    modules = {**sys.modules}
-    ids = [*map(id, modules.values())]
-    if _known_files[0] != ids:
+    latest = len(sys.modules), next(reversed(sys.modules))
+    if _known_files[0] != latest:
         files: dict[str, list[str]] = {}
-        for name, module in modules.items():
+        for name, module in {**sys.modules}.items():
             files.setdefault(getattr(module, "__file__", None) or "", []).append(name)
-        _known_files = ids, files
+        _known_files = latest, files
     return _known_files[1]
 
 
@@ -204,4 +219,14 @@ def _caller() -> str | None:
     return sys._getframe(2).f_globals.get("__name__")  # pyright: ignore[reportPrivateUsage]
 
 
-__all__ = ["ANYTHING", "functions_read", "is_function", "kinds_of", "reached", "reads", "shown", "space_of"]
+__all__ = [
+    "ANYTHING",
+    "functions_read",
+    "is_function",
+    "kinds_of",
+    "note_reads",
+    "reached",
+    "reads",
+    "shown",
+    "space_of",
+]

@@ -33,6 +33,12 @@ def holds_only(kinds: frozenset[type], held: Any) -> bool:
     return kinds.issuperset(map(type, held.values() if isinstance(held, dict) else held))  # pyright: ignore
 
 
+def is_of_plain(held: object) -> bool:
+    """Whether it's plain, or one of Python's containers with nothing in it that isn't."""
+    kind = cast("type[Any]", type(held))
+    return kind in _PLAIN or (kind in _STORES and holds_only(_PLAIN, held))
+
+
 def is_plain(held: object) -> bool:
     """Whether it's a number, a text or the like, which holds nothing."""
     return type(held) in _PLAIN
@@ -90,11 +96,11 @@ def hidden_tensors(held: object, seen: set[int] | None = None) -> Iterator[tuple
     while waiting:
         trail, item = waiting.pop()
         kind = cast("type[Any]", type(item))
-        if kind in _PLAIN or id(item) in seen:
+        if id(item) in seen:
+            continue
+        if is_of_plain(item):
             continue
         stores = kind in _STORES
-        if stores and holds_only(_PLAIN, item):
-            continue
         seen.add(id(item))
         if isinstance(item, Tensor):
             yield _named(trail), item
@@ -120,4 +126,4 @@ def _named(trail: _Trail | None) -> str:
     return name
 
 
-__all__ = ["hidden_tensors", "holds_only", "is_plain", "members"]
+__all__ = ["hidden_tensors", "holds_only", "is_of_plain", "is_plain", "members"]

@@ -48,6 +48,7 @@ from tpplan.compiler.trace.tape import OpenFrame
 from tpplan.compiler.trace.tensor_classes import Wrapped
 from tpplan.compiler.trace.unfollowed import PackedSequencesError, UnfollowedError
 from tpplan.state.ambient import noting_settings
+from tpplan.state.reads import note_reads
 
 
 def _looks_up(node: Operation) -> bool:
@@ -215,6 +216,7 @@ def _record(
     for parameter, names in skeleton.parameters:
         parameters[recorder.new_value(parameter, parameter.requires_grad)] = names
     modules = dict(named_modules(model))
+    note_reads(modules.values())
     recorder.steps.modules = {id(module): name for name, module in modules.items()}
     recorder.picker.know(modules)
     for name, module in modules.items():

@@ -21,10 +21,11 @@ from tpplan.compiler.ir.observations import Effects
 from tpplan.compiler.ir.pytree import leaves, tensors_in, tensors_of
 from tpplan.compiler.ir.trace import Frame, Operation, Path
 from tpplan.compiler.trace.effects import held_tensors
-from tpplan.compiler.trace.left_state import Slot, changes, slots_of, told
+from tpplan.compiler.trace.left_state import changes, told
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.signatures import argument_names, takes_keywords
 from tpplan.compiler.trace.skeleton import Skeleton
+from tpplan.compiler.trace.slots import Slot, slots_of
 from tpplan.compiler.trace.surroundings import Surroundings, cached_tensors
 from tpplan.compiler.trace.tensor_classes import Wrapped
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from tpplan.compat.modules import named_modules
 from tpplan.compiler.ir.trace import Frame, Operation, Trace, Value, filled
-from tpplan.compiler.trace.left_state import LeftStateError, State, changes, described, slots_of, watch
+from tpplan.compiler.trace.left_state import LeftStateError, State, changes, described, watch
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.skeleton import Skeleton, make_skeleton
+from tpplan.compiler.trace.slots import slots_of
 from tpplan.compiler.trace.surroundings import Surroundings
 
 Record = Callable[[Skeleton, Recorder | None], tuple[Trace, Recorder]]

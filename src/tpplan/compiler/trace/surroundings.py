@@ -75,12 +75,16 @@ class _Noted:
     def __init__(self, spaces: list[tuple[str, Space]]) -> None:
         """Look, and remember."""
         self.spaces = spaces
+        self.remembered: dict[object, Any] = {}
         self.caches = [*_caches_of(spaces)]
         self.files = [space.holder for _, space in spaces if isinstance(space.holder, ModuleType)]
         self._files = frozenset(module.__name__ for module in self.files)
         self._kinds: dict[type, bool] = {}
         self._bound = [(space, self.values(space)) for _, space in self.spaces]
-        self._contents: dict[int, tuple[Any, Any]] = {}
+        self._seen: set[int] = set()
+        self._tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._stores: list[tuple[Any, list[Any]]] = []
+        self._tensors: list[tuple[Tensor, tuple[int, Tensor]]] = []
         for _, values in self._bound:
             for held in values.values():
                 self._note(held)
@@ -120,21 +124,24 @@ class _Noted:
 
     def _note(self, held: object) -> None:
         """Remember what a container holds, and what those in it do; and the numbers of a small tensor."""
-        if id(held) in self._contents:
+        if id(held) in self._seen:
             return
         if isinstance(held, Tensor):
             if not held.is_meta and held.numel() <= _LARGEST:
-                self._contents[id(held)] = (held, (held._version, held.detach().clone()))
+                self._seen.add(id(held))
+                self._tensors.append((held, (held._version, held.detach().clone())))
         elif type(held) not in CONTAINERS:
             own: dict[str, Any] | None = getattr(held, "__dict__", None)
             if own is not None and type(held).__module__ in self._files:
                 self._note(own)
         else:
-            copied: Any = dict(held) if isinstance(held, dict) else list(held)  # pyright: ignore
-            self._contents[id(held)] = (held, copied)  # pyright: ignore[reportUnknownArgumentType]
+            self._seen.add(id(held))
+            is_table = isinstance(held, dict)
+            copied: Any = dict(held) if is_table else list(held)  # pyright: ignore
+            (self._tables if is_table else self._stores).append((held, copied))  # pyright: ignore
             if holds_only(_SCALARS, copied):
                 return
-            for item in copied.values() if isinstance(held, dict) else copied:
+            for item in copied.values() if is_table else copied:
                 if type(item) not in _SCALARS:
                     self._note(item)  # pyright: ignore[reportUnknownArgumentType]
 
@@ -168,8 +175,18 @@ class _Noted:
             for name, held in values.items():
                 if space.names().get(name) is not held:
                     space.set(name, held)
-        for held, contents in self._contents.values():
-            _refill(held, contents)
+        for held, contents in self._tables:
+            if not holds_the_same(held, contents):
+                held.clear()
+                held.update(contents)
+        for held, contents in self._stores:
+            if not holds_the_same(held, contents):
+                held.clear()
+                (held.update if isinstance(held, set) else held.extend)(contents)  # pyright: ignore
+        for held, (version, numbers) in self._tensors:
+            if held._version != version:
+                with torch.no_grad():
+                    held.copy_(numbers)
         for undo in self._undo:
             undo()
 
@@ -182,6 +199,7 @@ class Surroundings:
         self._model = model
         self._noted = _looked_through(_own_kinds({type(module) for _, module in named_modules(model)}), model)
         self.spaces, self.files, self.values = self._noted.spaces, self._noted.files, self._noted.values
+        self.remembered = self._noted.remembered  # of what was looked through once, by who has
         self.caches = {id(cache): cache for cache in (*self._noted.caches, *_caches_in(model))}
         self._entries = {key: cache.cache_info() for key, cache in self.caches.items()}
         self._environment = dict(os.environ)
@@ -279,7 +297,7 @@ def _looked_through(kinds: set[type], model: nn.Module) -> _Noted:
     """What stands in the spaces of classes and hooks; looked through once in a block of `same_files`."""
     hooks = [*global_hooks(), *(hook for _, module in named_modules(model) for hook in hooks_of(module))]
     held = [h for _, module in named_modules(model) for h in vars(module).values() if type(h) is FunctionType]
-    called: list[Any] = [*map(_plain_function, (*held, *hooks))]
+    called = [each for each in map(_plain_function, (*held, *hooks)) if _home(each).partition(".")[0] not in _OURS]
     code: set[object] = {f.__code__ if isinstance(f, FunctionType) else type(f) for f in called}
     key = (frozenset(kinds), frozenset(code), len(sys.modules))
     known = {} if _known.noted is None else _known.noted
@@ -289,8 +307,9 @@ def _looked_through(kinds: set[type], model: nn.Module) -> _Noted:
 
 
 def _own_kinds(kinds: Iterable[type]) -> set[type]:
-    """The classes, and those that they derive from, that aren't torch's."""
-    return {base for kind in kinds for base in kind.__mro__ if base.__module__.partition(".")[0] not in _OURS}
+    """The classes, and those that they derive from, that are neither torch's nor made for a sharded model."""
+    found = {base for kind in kinds for base in kind.__mro__ if base.__module__.partition(".")[0] not in _OURS}
+    return {kind for kind in found if not kind.__bases__[0].__module__.startswith("tpplan.runtime.")}
 
 
 def _dicts(held: Mapping[str, Any]) -> Iterator[tuple[str, dict[Any, Any]]]:
@@ -438,20 +457,11 @@ def _put_numbers(held: Any, kept: Any, size: int) -> None:
             view.cast("B")[:] = numbers.cast("B")  # pyright: ignore
 
 
-def _refill(held: Any, contents: Any) -> None:
-    if isinstance(held, Tensor):
-        version, numbers = contents
-        if held._version != version:
-            with torch.no_grad():
-                held.copy_(numbers)
-    elif isinstance(held, dict):
-        kept = held.keys() == contents.keys() and all(map(is_, map(held.get, contents), contents.values()))  # pyright: ignore
-        if not kept:
-            held.clear()
-            held.update(contents)
-    elif len(held) != len(contents) or not all(map(is_, held, contents)):
-        held.clear()
-        (held.update if isinstance(held, set) else held.extend)(contents)  # pyright: ignore
+def holds_the_same(held: Any, before: Any) -> bool:
+    """Whether a container holds the same objects in the same order as before, found in C."""
+    if isinstance(before, dict):
+        return [*held] == [*before] and all(map(is_, held.values(), before.values()))  # pyright: ignore
+    return len(held) == len(before) and all(map(is_, held, before))
 
 
 def generators() -> list[Callable[[], object]]:
@@ -476,6 +486,7 @@ __all__ = [
     "Surroundings",
     "cached_tensors",
     "generators",
+    "holds_the_same",
     "is_users",
     "other_files",
     "same_files",

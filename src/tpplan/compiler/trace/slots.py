@@ -1,0 +1,207 @@
+"""Slots: the places of a model and its surroundings that hold state, by name.
+
+in:  a model, and what is around it
+out: for each number, text and tensor, and for each container's length, where it is
+
+    self.calls                ->   "calls"
+    TABLES = {"sin": …}       ->   "my_file.TABLES['sin']"
+    lambda x: x * self.k      ->   "a hook of up.self.k"
+
+What is around models, such as the tables of a library's files, has thousands of places and hardly ever changes: it is
+looked through once, and again where a container in it no longer holds the same objects.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import CellType, FunctionType
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor, nn
+
+from tpplan.compat.hooks import hooks_of
+from tpplan.compat.modules import named_modules, own_buffers
+from tpplan.compiler.ir.hidden import is_plain, members
+from tpplan.compiler.ir.pytree import children, shows_its_state
+from tpplan.compiler.trace.surroundings import CONTAINERS, Space, Surroundings, holds_the_same
+from tpplan.compiler.trace.watched_state import WatchedDeque, WatchedList, WatchedNumber
+
+FEW = 1000  # items of a container that are told apart
+LENGTH = " (its length)"
+_LAST = 8  # of a longer list
+_STOCK = frozenset(vars(nn.Module())) | {"forward"}
+Setter = Callable[[Any, Any, Any], object]
+
+
+class Slot(NamedTuple):
+    """A place that holds state. There may be thousands, of which few are ever written to.
+
+    Attributes:
+        value: what it holds.
+        holder, key: where that is.
+        setter: called with `holder`, `key` and another value, puts it there; None if nobody can.
+        counted: the list or deque whose length it is.
+        outside: whether it is a hook's or Python's own, and no attribute of a module.
+        cached: whether it is the size of a `functools.lru_cache`.
+    """
+
+    value: Any
+    holder: Any = None
+    key: Any = None
+    setter: Setter | None = None
+    counted: list[Any] | deque[Any] | None = None
+    outside: bool = False
+    cached: bool = False
+
+    def put(self, value: object) -> None:
+        """Put another value there."""
+        assert self.setter is not None
+        self.setter(self.holder, self.key, value)
+
+
+def slots_of(model: nn.Module, around: Surroundings) -> dict[str, Slot]:
+    """The places of a model, its hooks and its surroundings that hold numbers, tensors and containers, by name."""
+    own = _Collector()
+    modules = list(named_modules(model))
+    for prefix, module in modules:
+        held = vars(module)
+        for leaf, item in held.items():
+            if leaf not in _STOCK:
+                own.collect(f"{prefix}.{leaf}" if prefix else leaf, item, held, leaf, operator.setitem)
+        for leaf, buffer in own_buffers(module).items():
+            if buffer is not None:
+                own.found[f"{prefix}.{leaf}" if prefix else leaf] = Slot(buffer)
+    own.outside = True
+    for prefix, module in modules:
+        for number, hook in enumerate(hooks_of(module)):
+            own.collect(hook_name(prefix, number), hook)
+    found = own.slots()
+    for container, slots in _outside(around).items():
+        if not container or container not in own.groups:  # what the model holds goes by its names there
+            found.update(slots)
+    for cache in around.caches.values():
+        found[f"the cache of {cache.__qualname__}"] = Slot(cache.cache_info().currsize, cached=True)
+    return found
+
+
+def hook_name(module: str, number: int) -> str:
+    """How a module's hook of this number is called."""
+    return f"a hook of {module or 'the model'}" + (f" (number {number + 1})" if number else "")
+
+
+def _outside(around: Surroundings) -> dict[int, dict[str, Slot]]:
+    """The places around a model by the ids of the containers that they are in."""
+    values = [around.values(space) for _, space in around.spaces]
+    known = around.remembered.get(_outside)
+    if known is None or not known.is_same(values):
+        collector = _Collector(outside=True)
+        for (name, space), held in zip(around.spaces, values, strict=True):
+            for leaf, item in held.items():
+                collector.collect(f"{name}.{leaf}", item, space, leaf, Space.set)
+        known = around.remembered[_outside] = _Outside(values, collector.groups, collector.contents)
+    return known.groups
+
+
+class _Outside(NamedTuple):
+    """What was found around a model, and the containers that were looked through, with what they held."""
+
+    values: list[dict[str, Any]]
+    groups: dict[int, dict[str, Slot]]
+    contents: list[tuple[Any, Any]]
+
+    def is_same(self, values: list[dict[str, Any]]) -> bool:
+        """Whether all holds the same objects still."""
+        pairs = (*zip(values, self.values, strict=True), *self.contents)
+        return all([holds_the_same([*held()] if callable(held) else held, before) for held, before in pairs])
+
+
+class _Collector:
+    """Finds slots, by the containers that they are in; each object is looked into once."""
+
+    def __init__(self, outside: bool = False) -> None:
+        """Begin with the slots that are in no container.
+
+        Args:
+            outside: whether the places are around a model, and what containers hold is kept.
+        """
+        self.found: dict[str, Slot] = {}
+        self.groups: dict[int, dict[str, Slot]] = {0: self.found}
+        self.contents: list[tuple[Any, Any]] = []
+        self.outside = self._keeps = outside
+
+    def slots(self) -> dict[str, Slot]:
+        """All that were found."""
+        return {name: slot for group in self.groups.values() for name, slot in group.items()}
+
+    def collect(
+        self, name: str, item: object, holder: object = None, key: object = None, setter: Setter | None = None
+    ) -> None:
+        """Note what `item`, which `holder` has at `key`, is or holds."""
+        held = cast("Any", item)
+        if is_plain(held) or isinstance(held, (Tensor, WatchedNumber)):
+            self.found[name] = Slot(held, holder, key, setter, None, self.outside)
+            return
+        if id(held) in self.groups or isinstance(held, (nn.Module, type)):
+            return
+        kind: Any = type(item)
+        stored = issubclass(kind, (list, dict, set, deque))
+        if stored and kind not in CONTAINERS and kind not in (WatchedList, WatchedDeque):
+            return  # its class may make anything of what it stores
+        if str(getattr(held if kind is FunctionType else kind, "__module__", "")).partition(".")[0] == "torch":
+            return  # what torch keeps is no state of the model
+        outer, self.found = self.found, self.groups.setdefault(id(held), {})
+        if stored:
+            counted = held if kind in (list, deque) else None
+            self.found[f"{name}{LENGTH}"] = Slot(len(held), holder, key, setter, counted, self.outside)
+        if not stored or len(held) <= FEW or issubclass(kind, (list, deque)):
+            self._look_into(name, held, kind)
+        if self._keeps and not issubclass(kind, (tuple, frozenset)):
+            self.contents.append(_copied(held, kind))
+        self.found = outer
+
+    def _look_into(self, name: str, held: Any, kind: Any) -> None:
+        if issubclass(kind, (list, deque)):
+            for i in range(max(0, len(held) - _LAST) if len(held) > FEW else 0, len(held)):
+                self.collect(f"{name}[{i}]", held[i], held, i, operator.setitem)
+        elif kind is FunctionType:
+            for leaf, cell in zip(held.__code__.co_freevars, held.__closure__ or (), strict=False):
+                self._collect_cell(f"{name}.{leaf}", cell)
+        elif issubclass(kind, dict):
+            for key, inner in held.items():
+                self.collect(f"{name}[{key!r}]", inner, held, key, operator.setitem)
+        elif issubclass(kind, tuple):
+            for i, inner in enumerate(held):
+                self.collect(f"{name}[{i}]", inner)
+        elif issubclass(kind, (set, frozenset)):  # a copy may have another order
+            for inner in held:
+                self.collect(f"{name}{{{inner!r}}}" if is_plain(inner) else name, inner)
+        else:
+            for leaf, inner in list(members(held)):
+                self.collect(f"{name}.{leaf}", inner, held, leaf, object.__setattr__)
+
+    def _collect_cell(self, name: str, cell: CellType) -> None:
+        """What a function closes over."""
+        try:
+            self.collect(name, cell.cell_contents, cell, "cell_contents", setattr)
+        except ValueError:  # not filled yet
+            return
+
+
+def _copied(held: Any, kind: Any) -> tuple[Any, Any]:
+    """A container, or how to look into what is none; and what it holds now."""
+    if issubclass(kind, dict):
+        return held, dict(held)
+    if issubclass(kind, (list, deque, set)):
+        return held, [*held]
+    if shows_its_state(kind) and children(held) is None:
+        return vars(held), dict(vars(held))
+
+    def look() -> Iterator[Any]:
+        return (inner for _, inner in members(held))
+
+    return look, [*look()]
+
+
+__all__ = ["FEW", "LENGTH", "Slot", "hook_name", "slots_of"]
