@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch._ops import OpOverload
 
 from tpplan.compat.modules import named_modules
@@ -34,6 +35,10 @@ active_compiler: Callable[[], object] = _eval_frame.get_eval_frame_callback
 
 set_compiler: Callable[[object], object] = _eval_frame.set_eval_frame
 """Let another compiler have the frames that this thread runs, or None; returns the one before."""
+
+
+not_compiled = _disable_dynamo
+"""As `torch.compiler.disable`, which imports Dynamo where it decorates; this one does at the first call."""
 
 
 def skip_frame(function: Callable[..., Any], called: bool = False) -> None:

@@ -51,10 +51,7 @@ def members(held: object) -> Iterator[tuple[str, Any]]:
     if isinstance(held, dict):  # as it is stored, whatever its class makes of it
         yield from ((repr(key), item) for key, item in dict.items(held))  # pyright: ignore
         return
-    try:
-        items = children(held)
-    except Exception:  # a class of somebody's that doesn't show its items
-        items = None
+    items = shown_items(held)
     if items is not None:
         yield from ((str(key), item) for key, item in items)
     elif isinstance(held, (set, frozenset)):
@@ -68,6 +65,14 @@ def members(held: object) -> Iterator[tuple[str, Any]]:
         yield from (("", item) for item in (held.func, *held.args, *held.keywords.values()))  # pyright: ignore
     else:
         yield from _attributes(held)
+
+
+def shown_items(held: object) -> list[tuple[str | int, Any]] | None:
+    """The items of a container; None of what is none, or of a class of somebody's that doesn't show them."""
+    try:
+        return children(held)
+    except Exception:
+        return None
 
 
 def _closed_over(held: FunctionType) -> Iterator[tuple[str, Any]]:
@@ -126,4 +131,4 @@ def _named(trail: _Trail | None) -> str:
     return name
 
 
-__all__ = ["hidden_tensors", "holds_only", "is_of_plain", "is_plain", "members"]
+__all__ = ["hidden_tensors", "holds_only", "is_of_plain", "is_plain", "members", "shown_items"]

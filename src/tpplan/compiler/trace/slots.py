@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from tpplan.compat.hooks import hooks_of
 from tpplan.compat.modules import named_modules, own_buffers
-from tpplan.compiler.ir.hidden import is_plain, members
-from tpplan.compiler.ir.pytree import children, shows_its_state
+from tpplan.compiler.ir.hidden import is_plain, members, shown_items
+from tpplan.compiler.ir.pytree import shows_its_state
 from tpplan.compiler.trace.surroundings import CONTAINERS, Space, Surroundings, holds_the_same
 from tpplan.compiler.trace.watched_state import WatchedDeque, WatchedList, WatchedNumber
 
@@ -195,7 +195,7 @@ def _copied(held: Any, kind: Any) -> tuple[Any, Any]:
         return held, dict(held)
     if issubclass(kind, (list, deque, set)):
         return held, [*held]
-    if shows_its_state(kind) and children(held) is None:
+    if shows_its_state(kind) and shown_items(held) is None:
         return vars(held), dict(vars(held))
 
     def look() -> Iterator[Any]:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tpplan.compat.dynamo import not_compiled
 from tpplan.compat.modes import without_dispatch_modes, without_function_modes
 from tpplan.compiler.bind.recurrent_layers import made_anew
 from tpplan.compiler.ir.layout import Pack
@@ -55,7 +56,7 @@ class RecurrentBody:
         """What the stock forward returns, of this rank's features."""
         return cast("Any", self._run)(args, kwargs)
 
-    @torch.compiler.disable  # as torch.compile leaves recurrent layers of torch out of its graphs
+    @not_compiled  # as torch.compile leaves recurrent layers of torch out of its graphs
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given: dict[str, Any] = dict(zip(self._names, args, strict=False)) | kwargs
         x, hx = given["input"], given.get("hx")

@@ -1,0 +1,107 @@
+"""Places around a model are looked through once, and again where something there has changed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tpplan.compiler.trace.slots import LENGTH, slots_of
+from tpplan.compiler.trace.surroundings import Surroundings
+
+
+class Kept:
+    """An object of the user's."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.inner: list[Any] = [0]
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+TABLE: dict[str, Any] = {"a": 1, "inner": {"b": 2}}
+LIST: list[Any] = [1, [2]]
+QUEUE = deque([1, 2])
+KEPT = Kept()
+IN_A_TUPLE = ([0], SimpleNamespace(count=0))
+IN_A_TABLE: dict[str, Any] = {"slotted": Slotted(), "call": (lambda held: lambda: held)([0])}
+TENSORS: dict[str, Tensor] = {}
+NUMBER = 0
+
+
+class Model(nn.Module):
+    """Shares one of the file's tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = TABLE
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x)
+
+
+def count() -> None:
+    global NUMBER
+    NUMBER += 1
+
+
+CHANGES: dict[str, tuple[Callable[[], object], str]] = {
+    "a number": (count, "NUMBER"),
+    "a list": (lambda: LIST.append(3), f"LIST{LENGTH}"),
+    "a list in a list": (lambda: LIST[1].append(3), f"LIST[1]{LENGTH}"),
+    "a queue": (lambda: QUEUE.rotate(1), "QUEUE[0]"),
+    "an object": (lambda: setattr(KEPT, "count", KEPT.count + 1), "KEPT.count"),
+    "what an object holds": (lambda: KEPT.inner.append(1), f"KEPT.inner{LENGTH}"),
+    "what a tuple holds": (lambda: IN_A_TUPLE[0].append(1), f"IN_A_TUPLE[0]{LENGTH}"),
+    "a namespace": (lambda: setattr(IN_A_TUPLE[1], "count", IN_A_TUPLE[1].count + 1), "IN_A_TUPLE[1].count"),
+    "slots": (lambda: setattr(IN_A_TABLE["slotted"], "count", 1 + IN_A_TABLE["slotted"].count), "['slotted'].count"),
+    "what a function closes over": (lambda: IN_A_TABLE["call"]().append(1), f"['call'].held{LENGTH}"),
+    "a tensor": (lambda: TENSORS.update(new=torch.ones(len(TENSORS) + 1)), "TENSORS['new']"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_changes_is_found_again(case: str) -> None:
+    change, name = CHANGES[case]
+    model = Model()
+    around = Surroundings(model)
+    before = slots_of(model, around)
+    same = slots_of(model, around)
+    assert before.keys() == same.keys()
+    try:
+        change()
+        after = slots_of(model, around)
+        changed = {n for n, slot in after.items() if n not in before or before[n].value is not slot.value}
+        assert [held for held in changed if held.endswith(name)], changed
+    finally:
+        around.restore()
+
+
+def test_what_the_model_holds_goes_by_its_names_there() -> None:
+    model = Model()
+    slots = slots_of(model, Surroundings(model))
+    assert {"table['a']", "table['inner']['b']"} <= slots.keys()
+    assert not [name for name in slots if "TABLE['" in name and "IN_A" not in name]
+    alone = slots_of(nn.Module(), Surroundings(model))
+    assert [name for name in alone if name.endswith("TABLE['inner']['b']")]
+
+
+def test_it_is_looked_through_once_while_nothing_changes() -> None:
+    model = Model()
+    around = Surroundings(model)
+    slots_of(model, around)
+    known = {**around.remembered}
+    slots_of(model, around)
+    assert all(around.remembered[key] is held for key, held in known.items())
