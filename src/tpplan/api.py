@@ -34,6 +34,7 @@ from tpplan.rehearsal.prove import prove
 from tpplan.runtime.compiled.compiled_before import bare
 from tpplan.runtime.lower import lower, wrap_around
 from tpplan.runtime.parameters.distribute import MeshDistributor, device_of_mesh
+from tpplan.runtime.parameters.taken_apart import taken_apart
 from tpplan.runtime.ranks.agreement import agree
 from tpplan.runtime.ranks.board import exchange
 from tpplan.runtime.ranks.lockstep import ranks_of
@@ -98,7 +99,7 @@ def compile_plan(
         Counter({'all-reduce': 1})
     """
     there = None if device is None else _device(device)
-    with bare(model) as stock, recording_outputs(stock, inputs):
+    with bare(model) as stock, recording_outputs(stock, inputs), taken_apart(stock):
         loaded, notes = plan_of(plan, stock, tp, inputs)
         inner = served(stock, loaded, tp, inputs, partial=partial)
         compiled = prove(Request(inner.model, inner.plan, tp, *inner.call, device=there))
@@ -147,7 +148,7 @@ def suggest_text(
     model: nn.Module, tp: int, sequence_parallel: bool = False, inputs: Inputs = None, *, training: bool = False
 ) -> str:
     """As `suggest_plan`, as the text of a plan file, with comments."""
-    with bare(model) as stock, recording_outputs(stock, inputs):
+    with bare(model) as stock, recording_outputs(stock, inputs), taken_apart(stock):
         return found_text(stock, tp, sequence_parallel, inputs, training=training)
 
 
@@ -192,7 +193,7 @@ def parallelize(
         >>> model.up
         ColwiseLinear(in_features=8, out_features=32, bias=True, weight=S(0), bias=S(0))
     """
-    with bare(model) as stock, recording_outputs(stock, inputs, keep=True):
+    with bare(model) as stock, recording_outputs(stock, inputs, keep=True), taken_apart(stock, keep=True):
         _parallelize(stock, plan, mesh, inputs, tp, broadcast, partial)
     return model
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
-from torch.utils._pytree import tree_map_only
 
 import tpplan
 from tests.marking import in_turns, slow_but
@@ -34,7 +33,6 @@ from tests.models.quantised import (
     int8,
 )
 from tests.runtime.world import Member, world
-from tpplan.calls.call_errors import UnprovedCallError
 from tpplan.plan import CompileError
 
 PLAN = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
@@ -251,63 +249,6 @@ def test_a_layer_with_two_names_has_one_style() -> None:
         tpplan.compile_plan(Shared(""), plan, 2, *calls())
 
 
-# -- weights of classes of their own ----------------------------------------------------------------------------------
-class Wrapped(Tensor):
-    """As torchao's: a tensor that torch can take apart into codes and scales, and that says what it computes."""
-
-    def __new__(cls, codes: Tensor, scales: Tensor) -> Wrapped:
-        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scales.dtype)  # pyright: ignore
-
-    def __init__(self, codes: Tensor, scales: Tensor) -> None:
-        self.codes, self.scales = codes, scales
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["codes", "scales"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], *_: object) -> Wrapped:
-        return Wrapped(inner["codes"], inner["scales"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return Wrapped(args[0].codes, args[0].scales)
-        shown = tree_map_only(Wrapped, lambda held: held.codes.to(held.scales.dtype) * held.scales, args)
-        return func(*shown, **(kwargs or {}))
-
-
-def _wrap(model: nn.Module) -> None:
-    for layer in model.children():
-        assert isinstance(layer, nn.Linear)
-        wrapped = Wrapped(int8(*layer.weight.shape), torch.rand(layer.out_features, 1))
-        layer.weight = nn.Parameter(wrapped, requires_grad=False)
-
-
-def _wrap_by_torchao(model: nn.Module) -> None:
-    quantisation = pytest.importorskip("torchao.quantization", reason="needs torchao, tried with 0.18.0")
-    quantisation.quantize_(model, quantisation.Int8DynamicActivationInt8WeightConfig())
-
-
-@pytest.mark.parametrize(("wrap", "name"), [(_wrap, "Wrapped"), (_wrap_by_torchao, "Int8Tensor")])
-def test_a_weight_of_a_class_of_its_own_is_refused_by_name(wrap: Callable[[nn.Module], None], name: str) -> None:
-    model = Mlp(nn.Linear)
-    wrap(model)
-    model(*calls())
-    for attempt in (tpplan.compile_plan, tpplan.verify):
-        with pytest.raises(CompileError, match=rf"TP112.*`down.weight` is an? `[\w.]*{name}`"):
-            attempt(model, PLAN, 2, calls())
-
-
-def _wrapped_late(member: Member) -> str:
-    model, inputs = Mlp(nn.Linear), calls()
-    model = tpplan.parallelize(model, PLAN, member.mesh(), inputs)
-    model(*inputs)
-    _wrap(model)
-    with pytest.raises(UnprovedCallError) as caught:
-        model(*inputs)
-    return str(caught.value)
-
-
 # -- on processes -----------------------------------------------------------------------------------------------------
 KINDS: dict[str, Layer] = {**EXACT, **WITH_MAXIMA}
 ONE_OF_EACH = (
@@ -362,12 +303,6 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _alike(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (one, other)))
-
-
-def test_a_weight_that_is_wrapped_after_parallelize_is_refused_by_name() -> None:
-    for message in world(2).run(_wrapped_late):
-        assert "TP130" in message and "`down.weight` was replaced by a Wrapped" in message
-        assert "isn't followed, before `parallelize` either" in message
 
 
 def _averaged(member: Member) -> tuple[Tensor, Tensor]:

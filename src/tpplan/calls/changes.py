@@ -21,8 +21,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from tpplan.calls.call_errors import UnprovedCallError
 from tpplan.calls.held import Held, LeanedOn
 from tpplan.calls.module_hooks import Hooks
-from tpplan.compat.modules import computed_weights, own_buffers, own_modules, own_parameters, own_tensors
-from tpplan.compat.subclasses import takes_apart
+from tpplan.compat.modules import computed_weights, own_buffers, own_modules, own_parameters
 from tpplan.compat.tensors import geometry_of
 from tpplan.parity.tree import modules_in
 from tpplan.runtime.modules import contents
@@ -316,11 +315,6 @@ def _way_out(module: nn.Module) -> str:
         return (
             "change the stock model before `parallelize`; or let go of the mask, by "
             f'`torch.nn.utils.prune.remove(layer, "{pruned}")`: the pruned entries stay zero until a step changes them'
-        )
-    if any(held is not None and takes_apart(held) for held in own_tensors(module).values()):
-        return (
-            "a class of tensors that says itself what operations compute isn't followed, before `parallelize` either: "
-            "let the layer's own forward compute with quantised numbers and scales as plain tensors, before it"
         )
     return _EARLIER
 

@@ -18,6 +18,7 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from tpplan.compat.flex_attention import FLEX_ATTENTION, run_flex_attention
+from tpplan.compat.subclasses import class_to_ask
 from tpplan.compiler.ir.locations import Location
 from tpplan.compiler.ir.observations import Sides
 from tpplan.compiler.ir.steps import Step, Stream, side_of, step_of
@@ -120,6 +121,10 @@ class Watch(TorchFunctionMode):
         """Call `func`, and note the step."""
         if func is FLEX_ATTENTION:
             return run_flex_attention(args, kwargs or {})
+        kind = class_to_ask(types)
+        if kind is not None:
+            with self:
+                return kind.__torch_function__(func, types, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if func.__name__ != "__get__":
             step = step_of(func, side_of(func, result, args), names=self._names)

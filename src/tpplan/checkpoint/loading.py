@@ -31,6 +31,7 @@ from tpplan.plan.warned import warn_user
 from tpplan.runtime.compiled.compiled_before import bare
 from tpplan.runtime.parameters.distribute import device_of_mesh
 from tpplan.runtime.parameters.pieces import Box, whole_box
+from tpplan.runtime.parameters.taken_apart import taken_apart
 from tpplan.runtime.parameters.whole_states import part_of, without_replicas
 from tpplan.taken_models import MODEL
 
@@ -131,7 +132,7 @@ def load_weights(
         >>> model = tpplan.parallelize(type(model)(), "auto", inputs=x)
         >>> model = tpplan.load_weights(model, "checkpoint")
     """
-    with bare(without_replicas(model)) as stock:
+    with bare(without_replicas(model)) as stock, taken_apart(stock):
         loaded = load(stock, source, rename=rename, strict=strict, progress=progress)
     for held in loaded.warnings:
         warn_user(held.text)

@@ -22,6 +22,7 @@ from tpplan.checkpoint.writer import FileWriter, write_file
 from tpplan.plan.taken import FOLDER, PROGRESS, WHOLE, takes
 from tpplan.plan.warned import warn_user
 from tpplan.runtime.compiled.compiled_before import bare
+from tpplan.runtime.parameters.taken_apart import taken_apart
 from tpplan.runtime.parameters.whole_states import without_replicas
 from tpplan.taken_models import MODEL
 
@@ -65,7 +66,7 @@ def save_weights(
         ['model.safetensors']
     """
     ranks = Ranks(folder)
-    with bare(without_replicas(model)) as stock:
+    with bare(without_replicas(model)) as stock, taken_apart(stock):
         saving = _planned(stock, Path(folder), file_bytes, ranks)
         try:
             with shown("saving weights", progress, ranks.rank == 0) as tell:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tpplan.checkpoint.files import problem
 from tpplan.checkpoint.header import CODES
 from tpplan.runtime.parameters.sharded_tensors import ShardedTensor
+from tpplan.runtime.parameters.taken_apart import by_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def entries_of(model: nn.Module) -> list[Entry]:
         CheckpointError: TP121, for what has no numbers, or can't be in a safetensors file.
     """
     distinct: dict[int, Entry] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in by_parts(model.state_dict(keep_vars=True)):
         if id(value) not in distinct:
             distinct[id(value)] = entry = Entry(name, ShardedTensor.adopted(value))
             _refuse_unstorable(entry)

@@ -158,14 +158,15 @@ def read_anew(compiled: Any) -> None:
     compiled._initialize()
 
 
-def runs_as_written(func: OpOverload, inside: bool = False) -> bool:
+def runs_as_written(func: OpOverload) -> bool:
     """Whether an operator of another library has a kernel for any device, and no derivative: it is what that calls.
 
-    `inside` of such a kernel torch doesn't take its own operators apart, so that these count as well. For every torch.
+    So is an operator of torch's that torch itself takes apart, but not inside of such a kernel, or of what a class of
+    tensors does. For every torch.
     """
     name = func.name()
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    if inside and has(name, "CompositeImplicitAutograd"):
+    if has(name, "CompositeImplicitAutograd"):
         return True
     others = ("Meta", "Autograd", "AutogradCPU", "AutogradCUDA")
     return (

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -50,6 +50,16 @@ def takes_apart(tensor: Tensor) -> bool:
     For every torch.
     """
     return not isinstance(tensor, DTensor) and is_traceable_wrapper_subclass(tensor)
+
+
+def class_to_ask(types: Iterable[type[Any]]) -> Any:
+    """The class of tensors that says what a function does with its tensors, which torch can take apart; None for none.
+
+    Within what it says, it isn't asked again. For every torch.
+    """
+    if not types or not torch._C._is_torch_function_enabled():  # pyright: ignore
+        return None
+    return next((kind for kind in types if hasattr(kind, "__tensor_flatten__") and not issubclass(kind, DTensor)), None)
 
 
 # What a class of tensors may have of its own and compute as any other: how tensors are made, shown, copied and moved.

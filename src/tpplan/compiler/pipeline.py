@@ -374,7 +374,7 @@ def _filled(trace: Trace, features: Features) -> Features:
         size
         for frame in trace.root.walk()
         for node in frame.body
-        if isinstance(node, Operation) and node.is_a("fill", "new")
+        if isinstance(node, Operation) and node.is_a("fill", "new", "expand")
         for output in node.outputs
         if output is not None
         for size in trace.values[output].shape

@@ -37,6 +37,7 @@ from tpplan.plan.locate import shipped_plan_names
 from tpplan.plan.taken import FLAG, SIZE, TEXT, takes
 from tpplan.progress import doing
 from tpplan.runtime.compiled.compiled_before import bare
+from tpplan.runtime.parameters.taken_apart import taken_apart
 from tpplan.served import served
 from tpplan.suggest import search, write_plan
 from tpplan.taken_models import INPUTS, MODEL
@@ -98,7 +99,7 @@ def advise(
     available = int(cluster.memory * cluster.usable)
     if target_memory is not None:
         available = min(available, bytes_of(target_memory))
-    with bare(model) as stock:
+    with bare(model) as stock, taken_apart(stock):
         subject = _AdvisedModel(stock, batch, sequence, inference, inputs)
         around = _Choices(subject, cluster, available, gpus, optimizer, compiled)
         most = _NODES_OF_TP * cluster.in_node

@@ -30,6 +30,7 @@ from tpplan.parity.drawn import Draws, DrawsOfRank
 from tpplan.parity.parity_errors import RankError, RankTimeoutError, VerifyError, describe
 from tpplan.parity.rank import RankResult, run_rank
 from tpplan.parity.threads import TIMEOUT
+from tpplan.runtime.parameters.taken_apart import put_together, take_apart
 from tpplan.runtime.ranks.communicator import ProcessGroupCommunicator
 
 _JOB = "job.pt"
@@ -65,6 +66,7 @@ def run_in_processes(
 
 
 def _send(job: tuple[nn.Module, Program, Call, dict[str, Tensor], Draws | None], folder: Path) -> None:
+    put_together(job[0])  # pickle knows the classes of modules, and none that is made here
     try:
         torch.save(job, folder / _JOB)
     except Exception as error:  # pickle raises PicklingError, AttributeError and TypeError alike
@@ -73,6 +75,8 @@ def _send(job: tuple[nn.Module, Program, Call, dict[str, Tensor], Draws | None],
             f"`{type(job[0]).__name__}` can't be sent to other processes: {describe(error)}",
             help="define its classes and functions at the top of a module, or verify with simulated ranks",
         ) from error
+    finally:
+        take_apart(job[0])
 
 
 def _join(ranks: Any, folder: Path, timeout: float) -> None:
@@ -127,6 +131,7 @@ def _run_child(rank: int, size: int, name: str, threads: int, timeout: float) ->
             timeout=datetime.timedelta(seconds=timeout),
         )
         model, program, call, cotangents, draws = torch.load(folder / _JOB, weights_only=False, mmap=True)
+        take_apart(model)
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=(program.axis,))
         axis = _CountingGroup(mesh.get_group())
         with contextlib.nullcontext() if draws is None else DrawsOfRank(draws, program, rank):

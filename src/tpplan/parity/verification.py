@@ -33,6 +33,7 @@ from tpplan.parity.threads import TIMEOUT
 from tpplan.plan import CompileError
 from tpplan.plan.taken import FLAG, FUNCTION, RANKS, SECONDS, WHOLE, optional, takes
 from tpplan.rehearsal.prove import prove
+from tpplan.runtime.parameters.taken_apart import taken_apart
 from tpplan.served import served
 from tpplan.taken_models import DTYPE, INPUTS, MODEL
 
@@ -100,7 +101,7 @@ def verify(
         >>> report.ok
         True
     """
-    with recording_outputs(model, inputs):
+    with recording_outputs(model, inputs), taken_apart(model):
         return _verified(model, plan, tp, inputs, processes, dtype, seed, timeout, progress, partial)
 
 

@@ -15,6 +15,7 @@ attention or the like by its own products is none.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -23,6 +24,7 @@ from tpplan.compiler.bind.computed_weights import Computed, codes_among, compute
 from tpplan.compiler.bind.linear import Addend, Product, linear_form
 from tpplan.compiler.bind.products import find_buffer_use, find_use, moved
 from tpplan.compiler.bind.readers import Readers
+from tpplan.compiler.ir.assembly import assemblies_of
 from tpplan.compiler.ir.trace import Frame, Operation, Value
 from tpplan.plan import Style
 
@@ -46,7 +48,7 @@ def computed_in_bodies(model: nn.Module, readers: Readers) -> dict[str, tuple[Co
     for name, frame in frames.items():
         if not name or not _is_plain(frame):
             continue
-        held = tuple(_computed(readers, frame, passed))
+        held = tuple(_with_unread(readers, modules[name], name, weight) for weight in _computed(readers, frame, passed))
         if held and _is_layer(readers, frame, passed) and linear_form(modules[name]) is None:
             found[name] = held
     return found
@@ -91,6 +93,24 @@ def _computed(readers: Readers, frame: Frame, passed: frozenset[int]) -> Iterato
             codes = codes_among(readers, parts)
             if use is not None and (codes or (parts and _is_computed(readers, value))):
                 yield Computed(value, use, parts, buffers & parts.keys(), codes, in_body=True)
+
+
+def _with_unread(readers: Readers, module: nn.Module, name: str, weight: Computed) -> Computed:
+    """A weight, with what its class keeps beside what the body reads: that is cut as the class slices it."""
+    parts = dict(weight.parts)
+    for assembly in assemblies_of(module).values():
+        dims = {part: assembly.dims_of(inner) for inner, part in assembly.parts.items()}
+        places = {f"{name}.{part}": held for part, held in dims.items()}
+        read = {
+            outer: weight.parts[part][dim]
+            for part in weight.parts.keys() & places.keys()
+            for dim, outer in enumerate(places[part])
+            if outer is not None
+        }
+        for part in places.keys() - parts.keys() if read else ():
+            if next(readers.of(readers.named[part]), None) is None:
+                parts[part] = tuple(None if outer is None else read.get(outer) for outer in places[part])
+    return replace(weight, parts=parts)
 
 
 def _is_layer(readers: Readers, frame: Frame, passed: frozenset[int]) -> bool:

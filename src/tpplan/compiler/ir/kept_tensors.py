@@ -75,7 +75,7 @@ def wrapper_on_meta(tensor: Tensor, shape: Sequence[int] | None = None) -> Tenso
     names = _names(tensor)
     choices = [[*_resized(getattr(tensor, name), dim, size[dim], wanted[dim])] for name in names]
     for parts in itertools.product(*choices):
-        made = _made(tensor, wanted, _contiguous(wanted), dict(zip(names, parts, strict=True)))
+        made = _made(tensor, wanted, contiguous(wanted), dict(zip(names, parts, strict=True)))
         try:
             shown(made)
         except WrapperError:
@@ -124,8 +124,9 @@ def _made(like: Tensor, shape: Shape, stride: Shape, parts: dict[str, Tensor]) -
     return made
 
 
-def _contiguous(shape: Shape) -> Shape:
+def contiguous(shape: Shape) -> Shape:
+    """The strides of a tensor of that shape whose entries lie one after the other."""
     return tuple(torch.empty(shape, device="meta").stride())
 
 
-__all__ = ["WrapperError", "inner_tensors", "is_wrapper", "shown", "wrapper_on_meta"]
+__all__ = ["Shape", "WrapperError", "contiguous", "inner_tensors", "is_wrapper", "shown", "wrapper_on_meta"]

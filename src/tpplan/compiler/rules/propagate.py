@@ -315,9 +315,7 @@ class Propagator:
         """The ways in which each rank makes what belongs to its heads or features, from replicated values or none."""
         if not node.is_a("fill", "new", "expand"):
             return []
-        ways = self.heads
-        if node.is_a("fill", "new"):
-            ways |= self.features
+        ways = self.heads | self.features
         if not ways:
             return []
         (output,) = (o for o in node.outputs if o is not None)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tpplan.compat.flex_attention import FLEX_ATTENTION
+from tpplan.compat.subclasses import class_to_ask
 from tpplan.compiler.ir.class_functions import ClassCall
 from tpplan.compiler.ir.class_reductions import EXTREMES, class_call, stock_function
 from tpplan.compiler.ir.look_ups import LOOK_UPS
@@ -151,6 +152,10 @@ class ConstantWatcher(TorchFunctionMode):
         elif func in _INDEXING:
             args = (args[0], _index_of(args[1]), *args[2:])
             self._note_cuts(args[0], args[1])
+        kind = class_to_ask(types)
+        if kind is not None:
+            with self:  # what the class calls, and asks of a device, is seen as what a body does
+                return kind.__torch_function__(func, types, args, keywords)
         if func is FLEX_ATTENTION:
             return record_flex_attention(recorder, self, args, keywords)
         if func is torch.autograd.grad:

@@ -20,6 +20,8 @@ from torch.nn.parameter import is_lazy
 from tpplan.compat.hooks import has_gradient_hooks
 from tpplan.compat.modules import named_modules, own_buffers
 from tpplan.compat.subclasses import computes_otherwise
+from tpplan.compiler.ir.assembly import Assembly
+from tpplan.compiler.ir.kept_tensors import WrapperError
 from tpplan.plan import Diagnostic
 from tpplan.plan.wording import with_article
 from tpplan.state.content import Reader
@@ -117,18 +119,27 @@ def unfit_findings(model: nn.Module) -> list[Diagnostic]:
 
 
 def _of_other_classes(model: nn.Module) -> Iterator[Diagnostic]:
-    """TP112 for tensors whose class says what is computed with them, as of quantised ones: a proof is of plain ones."""
+    """TP112 for tensors whose class says what is computed with them, and that weren't taken apart."""
     for name, tensor in (*model.named_parameters(), *_other_tensors(model)):
         if computes_otherwise(type(tensor)):
             yield Diagnostic(
                 code="TP112",
                 message=f"`{name}` is {with_article(f'{type(tensor).__module__}.{type(tensor).__name__}')}, a tensor "
                 "whose class says itself what operations on it compute, and what is proved of plain tensors doesn't "
-                "hold for it",
+                f"hold for it: {_whole_for(tensor)}",
                 help=f"keep plain numbers in `{name}`, such as weights that aren't quantised, or quantised numbers "
                 "and their scales as plain tensors with which the layer's own forward computes",
                 subject=name.rpartition(".")[0] or name,
             )
+
+
+def _whole_for(tensor: Tensor) -> str:
+    """Why a tensor wasn't taken apart."""
+    try:
+        Assembly.of(tensor, "")
+    except WrapperError as error:
+        return str(error)
+    return "only parameters of modules are taken apart"
 
 
 def _other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

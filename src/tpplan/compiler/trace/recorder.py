@@ -83,7 +83,6 @@ class Recorder(RunTape):
         self.picker = Picker(self, self.numbers, self.real, settings.picking)
         self.observers = (self.numbers, self.draws, self.gradients, self.origins)
         self._packing = packs_saved_tensors()
-        self._inside_kernel = False
 
     @contextmanager
     def aside(self) -> Generator[Aside]:
@@ -154,11 +153,12 @@ class Recorder(RunTape):
             func = BAG
         if func is TO_COPY and packs_saved_tensors(True) is not None:
             keywords = {**keywords, "device": None}  # `save_on_cpu`, of what has no numbers to save
-        if _is_written_out(func, self._inside_kernel):
-            return self._written_out(func, args, keywords)
         operands = tensors_among((*args, *keywords.values()))
         if any([type(operand) is not Tensor and is_wrapper(operand) for operand in operands]):
             return NotImplemented  # its class says what it does, in operations on what it keeps
+        if _is_written_out(func):
+            with self:
+                return run_as_written(func, args, keywords)
         on_meta = [operand.is_meta or self.real.is_redrawn(operand) for operand in operands]
         if not any(on_meta):
             if is_draw(func, args, keywords) and not (operands and keywords.get("generator") is not None):
@@ -197,15 +197,6 @@ class Recorder(RunTape):
             with self:
                 return steps()
         return self._record(func, args, keywords, operands)
-
-    def _written_out(self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Record what the kernel of an operator calls."""
-        outermost, self._inside_kernel = not self._inside_kernel, True
-        try:
-            with self:
-                return run_as_written(func, args, keywords)
-        finally:
-            self._inside_kernel = not outermost
 
     def _record(self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any], operands: list[Tensor]) -> Any:
         packing = packs_saved_tensors()
@@ -315,16 +306,15 @@ def _traits(func: OpOverload) -> tuple[tuple[int, ...], bool, bool, tuple[int, .
 _known_traits: dict[int, tuple[tuple[int, ...], bool, bool, tuple[int, ...]]] = {}
 
 
-def _is_written_out(func: OpOverload, inside: bool) -> bool:
+def _is_written_out(func: OpOverload) -> bool:
     """Whether an operator that no rule is for is recorded as what it calls."""
-    found = _written_out.get((id(func), inside))
+    found = _written_out.get(id(func))
     if found is None:
-        found = lookup(operator_name(func)) is None and runs_as_written(func, inside)
-        _written_out[id(func), inside] = found
+        found = _written_out[id(func)] = lookup(operator_name(func)) is None and runs_as_written(func)
     return found
 
 
-_written_out: dict[tuple[int, bool], bool] = {}
+_written_out: dict[int, bool] = {}
 
 
 def _is_meta_device(device: object) -> bool:

@@ -1,0 +1,131 @@
+"""Assemblies: how a tensor of a class of its own, such as a quantised weight, is put together of its inner tensors.
+
+in:  a tensor that torch can take apart (`__tensor_flatten__`)
+out: the names of its parts; a tensor of the same class, of these parts or of a rank's
+
+    Int8(codes (64, 32), scales (64, 1))   of (32, 32) and (32, 1)   ->   Int8 (32, 32)
+
+What else its class knows of a rank's part, such as the shape of its blocks, is what the class's own slicing says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.compat.modes import under_function_modes, without_dispatch_modes
+from tpplan.compiler.ir.kept_tensors import Shape, WrapperError, contiguous, is_wrapper, wrapper_on_meta
+
+ASSEMBLIES = "_tpplan_assemblies"
+"""The attribute of a module's class with the assemblies of its weights, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A tensor of a module, in parts that the module has in its place.
+
+    Attributes:
+        leaf: its name.
+        example: a copy on `meta`.
+        names: of its inner tensors, as its class calls them.
+        context: what else its class keeps.
+    """
+
+    leaf: str
+    example: Tensor
+    names: tuple[str, ...]
+    context: Any
+    _known: dict[tuple[Shape, ...], tuple[Shape, Shape, Any]] = field(default_factory=dict[Any, Any], repr=False)
+
+    @classmethod
+    def of(cls, tensor: Tensor, leaf: str) -> Assembly:
+        """That of a tensor, which is `leaf` of its module.
+
+        Raises:
+            WrapperError: it can't be taken apart.
+        """
+        kind: Any = type(tensor)
+        if not is_wrapper(tensor):
+            raise WrapperError("torch can't take it apart: its class has no `__tensor_flatten__`")
+        if tensor.requires_grad:
+            raise WrapperError("it requires grad, which its parts couldn't be given")
+        names, context = kind.__tensor_flatten__(tensor)
+        inner = {name: getattr(tensor, name) for name in names}
+        other = next((held for held in inner.values() if type(held) not in (Tensor, nn.Parameter)), None)
+        if other is not None:
+            raise WrapperError(f"what it keeps is again of a class of its own, a `{type(other).__name__}`")
+        try:
+            assembly = cls(leaf, wrapper_on_meta(tensor), tuple(names), context)
+            made = assembly.made({name: getattr(assembly.example, name) for name in names})
+        except Exception as error:  # whatever a class says of being put together
+            raise WrapperError(f"it can't be put together of its parts again: {error}") from error
+        if type(made) is not kind or made.shape != tensor.shape or made.dtype != tensor.dtype:
+            raise WrapperError("its parts make another tensor")
+        return assembly
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """What the module calls its inner tensors: `weight` of `codes` has `_weight_codes`."""
+        return {name: f"_{self.leaf}_{name}" for name in self.names}
+
+    def made(self, inner: Mapping[str, Tensor]) -> Tensor:
+        """The tensor of these inner tensors, which are whole, or a rank's parts of them."""
+        shapes = tuple(tuple(inner[name].shape) for name in self.names)
+        if shapes not in self._known:
+            with without_dispatch_modes(), under_function_modes():
+                shape, context = self._cut(shapes)
+                self._known[shapes] = shape, contiguous(shape), context
+        shape, stride, context = self._known[shapes]
+        kind: Any = type(self.example)
+        return kind.__tensor_unflatten__(dict(inner), context, shape, stride)
+
+    def dims_of(self, name: str) -> tuple[int | None, ...]:
+        """By dim of an inner tensor, the dim of the whole with which the class's own slicing cuts it."""
+        whole: Tensor = getattr(self.example, name)
+        found: list[int | None] = [None] * whole.dim()
+        for outer, count in enumerate(self.example.shape):
+            cut = self._sliced(outer, count // 2)
+            here = getattr(cut, name).shape if cut is not None else whole.shape
+            for dim in range(whole.dim()):
+                if here[dim] != whole.shape[dim]:
+                    found[dim] = outer
+        return tuple(found)
+
+    def _cut(self, shapes: tuple[Shape, ...]) -> tuple[Shape, Any]:
+        """The shape, and what else is kept, of what has inner tensors of these shapes."""
+        whole = tuple(tuple(getattr(self.example, name).shape) for name in self.names)
+        shape = tuple(self.example.shape)
+        if shapes == whole:
+            return shape, self.context
+        likeliest: Shape | None = None
+        for here, every in zip(shapes, whole, strict=True):
+            for dim, (count, of) in enumerate(zip(here, every, strict=True)):
+                for outer in sorted(range(len(shape)), key=lambda o: o != dim) if count != of else ():
+                    size = shape[outer] * count // of
+                    cut = self._sliced(outer, size)
+                    if cut is not None and tuple(tuple(getattr(cut, name).shape) for name in self.names) == shapes:
+                        return tuple(cut.shape), type(cut).__tensor_flatten__(cut)[1]  # pyright: ignore
+                    likeliest = likeliest or (*shape[:outer], size, *shape[outer + 1 :])
+        assert likeliest is not None
+        return likeliest, self.context
+
+    def _sliced(self, dim: int, size: int) -> Tensor | None:
+        """So many entries of a dim, as the class itself slices it; None if it doesn't."""
+        try:
+            with torch.no_grad():
+                cut = torch.narrow(self.example, dim, 0, size)
+        except Exception:  # it has no slices, or none there
+            return None
+        return cut if type(cut) is type(self.example) else None
+
+
+def assemblies_of(module: nn.Module) -> Mapping[str, Assembly]:
+    """Those of a module that has parts in the place of some of its tensors."""
+    return getattr(type(module), ASSEMBLIES, {})
+
+
+__all__ = ["ASSEMBLIES", "Assembly", "assemblies_of"]

@@ -1,0 +1,234 @@
+"""Taken apart: weights of classes of their own, such as quantised ones, whose inner tensors are parameters instead.
+
+    up.weight: Int8(codes, scales)   ->   up._weight_codes, up._weight_scales, and `weight`, which is made of them
+
+So they are bound, proved, split and loaded as any parameters are, and the class's own code runs on a rank's parts. To
+everyone outside of a forward `up.weight` is a DTensor with the rank's part, of that class, as its local tensor, and
+goes by its name in a state_dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tpplan.compat.dtensors import local_of, made_dtensor, new_distributed_tensor
+from tpplan.compat.modules import named_modules, own_parameters
+from tpplan.compat.subclasses import computes_otherwise
+from tpplan.compiler.ir.assembly import ASSEMBLIES, Assembly, assemblies_of
+from tpplan.compiler.ir.kept_tensors import WrapperError, is_wrapper
+from tpplan.runtime.parameters.sharded_tensors import ShardedTensor, refusal, whole_of
+
+_Table = dict[str, nn.Parameter | None]
+
+
+class AssembledTensor(ShardedTensor):
+    """A DTensor whose local tensor is of a class of its own, put together of a rank's parts; it can't be written to."""
+
+    assembly: Assembly
+    parts: Mapping[str, DTensor]
+
+    @classmethod
+    def of(cls, assembly: Assembly, parts: Mapping[str, DTensor]) -> AssembledTensor:
+        """That of the sharded parts."""
+        local = assembly.made({name: local_of(part) for name, part in parts.items()})
+        shape, some = assembly.example.shape, next(iter(parts.values()))
+        alike = next((part.placements for part in parts.values() if part.shape == shape), None)
+        if alike is None:
+            dim = next((d for d, count in enumerate(local.shape) if count != shape[d]), None)
+            alike = [Replicate() if dim is None else Shard(dim)]
+        made: AssembledTensor = made_dtensor(cls, local, some.device_mesh, alike, shape)
+        made.assembly, made.parts = assembly, parts
+        return made
+
+    @classmethod
+    def dispatched(cls, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Refuse; its class may know no operation on a part that is one on the whole."""
+        raise refusal(
+            f"`{operator.name()}` was asked of a sharded weight of a class of its own",
+            "take `weight.to_local()` for this rank's part, `weight.full_tensor()` for the whole, or load numbers by "
+            "`load_state_dict`",
+        )
+
+    def like(self, local: Tensor) -> Any:
+        """See `OwnTensor`."""
+        return self.of(self.assembly, {name: part.like(getattr(local, name)) for name, part in self.parts.items()})  # pyright: ignore
+
+    def to_local(self, **_: Any) -> Tensor:
+        """This rank's part, of its class; there is no gradient for it."""
+        return local_of(self)
+
+    def full_tensor(self, **_: Any) -> Tensor:
+        """The whole, of its class; a collective for each part of which a rank hasn't all."""
+        return self.assembly.made({name: whole_of(part) for name, part in self.parts.items()})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain: Any = new_distributed_tensor(local_of(self), self)
+        return plain.__reduce_ex__(protocol)
+
+
+def take_apart(model: nn.Module) -> Callable[[], None]:
+    """Put the inner tensors of weights of classes of their own in their places; returns how to undo that.
+
+    Weights that can't be taken apart stay as they are.
+    """
+    changed: list[tuple[nn.Module, type[nn.Module], _Table, _Table]] = []
+    parts: dict[int, nn.Parameter] = {}
+    for _, module in named_modules(model):
+        table = own_parameters(module)
+        found = {leaf: held for leaf, held in table.items() if held is not None and is_wrapper(held)}
+        assemblies = {leaf: made for leaf, held in found.items() if (made := _assembly(held, leaf)) is not None}
+        if not assemblies:
+            continue
+        entries: _Table = {}
+        changed.append((module, type(module), dict(table), entries))
+        for leaf, held in table.items():
+            if leaf not in assemblies:
+                entries[leaf] = held
+                continue
+            for name, part in assemblies[leaf].parts.items():
+                inner: Tensor = getattr(held, name)
+                entries[part] = parts.setdefault(id(inner), nn.Parameter(inner, requires_grad=False))
+        _fill(table, entries)
+        module.__class__ = _apart_class(type(module), assemblies)
+
+    def undo() -> None:
+        for module, stock, table, entries in changed:
+            now = own_parameters(module)
+            if any(now.get(leaf) is not held for leaf, held in entries.items()):  # as for what was on `meta`
+                put_together(module)
+            else:
+                _fill(now, table)
+                module.__class__ = stock
+
+    return undo
+
+
+def put_together(model: nn.Module) -> None:
+    """Give a copy of a model that was taken apart its weights back, of their classes."""
+    for _, module in named_modules(model):
+        assemblies, table = assemblies_of(module), own_parameters(module)
+        of = {part: held for held in assemblies.values() for part in held.parts.values()}
+        entries = _Table()
+        for leaf, parameter in table.items():
+            if leaf not in of:
+                entries[leaf] = parameter
+            elif of[leaf].leaf not in entries:
+                entries[of[leaf].leaf] = nn.Parameter(getattr(module, of[leaf].leaf), requires_grad=False)
+        if assemblies:
+            module.__class__ = type(module).__base__  # pyright: ignore
+            _fill(table, entries)
+
+
+@contextmanager
+def taken_apart(model: nn.Module, *, keep: bool = False) -> Generator[None]:
+    """A block in which weights of classes of their own are taken apart; `keep` leaves them so, if nothing is raised."""
+    undo = take_apart(model)
+    handles: list[Any] = []
+    for _, module in named_modules(model) if keep else ():
+        if assemblies_of(module):
+            handles.append(module.register_state_dict_post_hook(_joined))
+            handles.append(module.register_load_state_dict_pre_hook(_split))  # before what cuts whole parts
+    try:
+        yield
+    except BaseException:
+        for handle in handles:
+            handle.remove()
+        undo()
+        raise
+    if not keep:
+        undo()
+
+
+def by_parts(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The items of a state_dict, in which weights of classes of their own are their parts, which a file can hold."""
+    for name, held in state.items():
+        if not isinstance(held, AssembledTensor):
+            yield name, held
+            continue
+        prefix = name.removesuffix(held.assembly.leaf)
+        yield from ((prefix + part, held.parts[inner]) for inner, part in held.assembly.parts.items())
+
+
+def joined(assembly: Assembly, inner: Mapping[str, Tensor]) -> Tensor:
+    """The weight that is made of these: parts that are sharded, or what a body reads of them."""
+    sharded = {name: part for name, part in inner.items() if isinstance(part, DTensor)}
+    return AssembledTensor.of(assembly, sharded) if sharded else assembly.made(inner)
+
+
+def _assembly(tensor: Tensor, leaf: str) -> Assembly | None:
+    if not computes_otherwise(type(tensor)):
+        return None
+    try:
+        return Assembly.of(tensor, leaf)
+    except WrapperError:
+        return None
+
+
+def _fill(table: _Table, entries: _Table) -> None:
+    table.clear()
+    table.update(entries)
+
+
+def _apart_class(stock: type[nn.Module], assemblies: Mapping[str, Assembly]) -> type[nn.Module]:
+    """A class like `stock`, of a module that makes these weights of their parts whenever they are read."""
+    own = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    return type(
+        stock.__name__,
+        (stock,),
+        own | {leaf: _Made(held) for leaf, held in assemblies.items()} | {ASSEMBLIES: assemblies},
+    )
+
+
+class _Made:
+    """A weight that a module makes of its parts; whoever sets it is told that it can't be."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        self._assembly = assembly
+
+    def __get__(self, module: nn.Module | None, kind: type[nn.Module]) -> Any:
+        if module is None:
+            raise AttributeError(f"'{kind.__name__}' object has no attribute '{self._assembly.leaf}'")
+        inner = {name: getattr(module, part) for name, part in self._assembly.parts.items()}
+        return joined(self._assembly, inner)
+
+
+def _joined(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """After a module's `state_dict`: its weights in the places of their parts."""
+    for leaf, assembly in assemblies_of(module).items():
+        parts = {prefix + part: name for name, part in assembly.parts.items()}
+        if not parts.keys() <= state.keys():
+            continue
+        inner = {name: state[part] for part, name in parts.items()}
+        entries = dict(state)
+        state.clear()
+        for name, held in entries.items():
+            if name not in parts:
+                state[name] = held
+            elif prefix + leaf not in state:
+                state[prefix + leaf] = joined(assembly, inner)
+
+
+def _split(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a module's `load_state_dict`: of its weights their parts."""
+    for leaf, assembly in assemblies_of(module).items():
+        held = state.get(prefix + leaf)
+        if not isinstance(held, Tensor):
+            continue
+        local = local_of(held)
+        if type(local) is not type(assembly.example):
+            continue
+        del state[prefix + leaf]
+        for name, part in assembly.parts.items():
+            inner: Tensor = getattr(local, name)
+            own = getattr(module, part)
+            if isinstance(held, DTensor) and isinstance(own, DTensor):
+                inner = own.like(inner)  # pyright: ignore
+            state[prefix + part] = inner
+
+
+__all__ = ["AssembledTensor", "by_parts", "put_together", "take_apart", "taken_apart"]

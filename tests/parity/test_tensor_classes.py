@@ -1,0 +1,188 @@
+"""Weights of classes of their own: taken apart, cut with the features of their parts, and put together again."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing import assert_close
+
+import tpplan
+from tests.marking import in_turns
+from tests.models.coded import Below, Coded, Dynamic, Groups, Unread, coded
+from tests.models.quantised import Mlp
+from tests.runtime.world import Member, world
+from tpplan.calls.call_errors import UnprovedCallError
+from tpplan.plan import CompileError
+
+PLAN = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
+WIDTH = 32
+KINDS: dict[str, type[Coded]] = {
+    "by row": Coded, "below autograd": Below, "with what isn't read": Unread, "in groups": Groups,
+    "activations by token": Dynamic,
+}  # fmt: skip
+
+
+def calls(**options: Any) -> tuple[Tensor]:
+    return (torch.randn(2, 5, WIDTH, **options),)
+
+
+@pytest.mark.parametrize(("kind", "tp"), in_turns(KINDS, [2, 4], quick=5))
+def test_outputs_are_equal(kind: str, tp: int) -> None:
+    torch.manual_seed(0)
+    model, inputs = coded(Mlp(nn.Linear), KINDS[kind]), calls()
+    stock = {name: (type(held), id(held)) for name, held in model.named_parameters()}
+    report = tpplan.verify(model, PLAN, tp, inputs)
+    assert report.ok, report.problems
+    program = tpplan.compile_plan(model, PLAN, tp, inputs)
+    maxima = {"all-gather": 1} if kind == "activations by token" else {}
+    assert program.count_collectives(backward=False) == {"all-reduce": 1, **maxima}
+    placed = {held.name: held for held in program.parameters}
+    assert placed["up._weight_codes"].layout.dim == 0 and placed["down._weight_codes"].layout.dim == 1
+    own = [held for held in program.parameters if held.name.startswith("up.")]
+    assert all(held.local_bytes * tp == held.bytes for held in own)
+    assert {name: (type(held), id(held)) for name, held in model.named_parameters()} == stock
+
+
+def test_gradients_pass_through_frozen_layers() -> None:
+    torch.manual_seed(0)
+    report = tpplan.verify(coded(Mlp(nn.Linear), Groups), PLAN, 2, calls(requires_grad=True))
+    assert report.ok, report.problems
+
+
+def test_a_cut_inside_of_a_group_is_refused_by_its_size() -> None:
+    with pytest.raises(CompileError, match=r"TP102.*groups of 8 inputs; 4 a rank"):
+        tpplan.compile_plan(coded(Mlp(nn.Linear, inner=32), Groups), PLAN, 8, calls())
+
+
+# -- on processes -----------------------------------------------------------------------------------------------------
+def _run(member: Member, kind: str, folder: str) -> dict[str, Any]:
+    torch.manual_seed(1)
+    whole = coded(Mlp(nn.Linear), KINDS[kind])
+    (x,) = calls()
+    expected = whole(x)
+    expected.square().sum().backward()
+    model = copy.deepcopy(whole)
+    for held in model.parameters():
+        held.grad = None
+        if member.rank:  # everybody takes the first rank's numbers
+            parts = [getattr(held, name) for name in held.KEPT] if isinstance(held, Coded) else [held.detach()]
+            for part in parts:
+                part.zero_()
+    model = tpplan.parallelize(model, PLAN, member.mesh(), (x,))
+    with CommDebugMode() as seen:
+        found = model(x)
+    program = tpplan.compile_plan(whole, PLAN, member.size, (x,))
+    assert sum(seen.get_comm_counts().values()) == program.count_collectives(backward=False).total()
+    assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    found.square().sum().backward()
+    for name in ("up", "down"):
+        layer: Any = model.get_submodule(name)
+        assert_close(layer.bias.grad.full_tensor(), whole.get_submodule(name).bias.grad, rtol=1e-4, atol=1e-4)
+        _is_cut(layer.weight, whole.get_submodule(name).weight, int(name == "down"), member)
+    _is_saved_and_loaded(model, whole, folder)
+    assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+    assert_close(model(x[:, :3]), whole(x[:, :3]), rtol=1e-4, atol=1e-4)
+    assert_close(model.eval()(x), expected, rtol=1e-4, atol=1e-4)
+    return {}
+
+
+def _is_cut(held: Any, whole: Any, dim: int, member: Member) -> None:
+    """As the class's own slicing cuts it, bit for bit, and whole again."""
+    assert isinstance(held, DTensor) and held.shape == whole.shape
+    local, count = held.to_local(), whole.shape[dim] // member.size
+    assert type(local) is type(whole) and local.shape[dim] == count
+    assert _alike(held.full_tensor(), whole)
+    if not isinstance(whole, Below):
+        assert _alike(local, whole.narrow(dim, member.rank * count, count))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    assert type(one) is type(other) and one.block == other.block
+    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in one.KEPT)
+
+
+def _is_saved_and_loaded(model: nn.Module, whole: nn.Module, folder: str) -> None:
+    expected, state = whole.state_dict(), model.state_dict()
+    assert [*state] == [*expected]
+    tpplan.save_weights(model, folder)
+    torch.save(state, f"{folder}/{torch.distributed.get_rank()}.pt")
+    ours = torch.load(f"{folder}/{torch.distributed.get_rank()}.pt", weights_only=False)
+    for load in (
+        lambda: tpplan.load_weights(model, folder),
+        lambda: model.load_state_dict(expected),
+        lambda: model.load_state_dict(ours),
+        lambda: model.load_state_dict(expected, assign=True),
+    ):
+        for parameter in model.parameters():
+            parameter.to_local().detach().zero_()  # pyright: ignore
+        load()
+        for name, held in model.state_dict().items():
+            full: Any = held.full_tensor()
+            assert _alike(full, expected[name]) if isinstance(full, Coded) else torch.equal(full, expected[name]), name
+
+
+@pytest.mark.parametrize(("kind", "tp"), in_turns(KINDS, [2, 4], quick=2))
+def test_processes_hold_save_and_load_shards(kind: str, tp: int, tmp_path: Path) -> None:
+    world(tp).run(_run, kind, str(tmp_path))
+
+
+# -- what can't be taken apart ----------------------------------------------------------------------------------------
+class Plain(Tensor):
+    """Says itself what is computed, and can't be taken apart."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Lost(Coded):
+    """Isn't what its parts make."""
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], *_: object) -> Coded:
+        return Coded((1, 1), **inner)
+
+
+def _nested(outputs: int, inputs: int) -> Tensor:
+    return Coded((1, inputs), codes=Coded.drawn(outputs, inputs), scales=torch.rand(outputs, 1))
+
+
+@pytest.mark.parametrize(
+    ("made", "name", "reason"),
+    [
+        (lambda *shape: torch.randn(shape).as_subclass(Plain), "Plain", "its class has no `__tensor_flatten__`"),
+        (lambda *shape: Lost.drawn(*shape), "Lost", "its parts make another tensor"),
+        (_nested, "Coded", "again of a class of its own, a `Coded`"),
+        (lambda *shape: Coded.drawn(*shape).requires_grad_(), "Coded", "it requires grad"),
+    ],
+)
+def test_a_weight_that_cant_be_taken_apart_is_refused_by_name(made: Any, name: str, reason: str) -> None:
+    model = Mlp(nn.Linear)
+    weight = made(*model.down.weight.shape)
+    model.down.weight = nn.Parameter(weight, requires_grad=weight.requires_grad)
+    for attempt in (tpplan.compile_plan, tpplan.verify):
+        with pytest.raises(CompileError, match=rf"TP112.*`down.weight` is an? `[\w.]*{name}`.*{reason}"):
+            attempt(model, PLAN, 2, calls())
+
+
+def _coded_late(member: Member) -> str:
+    model, inputs = Mlp(nn.Linear), calls()
+    model = tpplan.parallelize(model, PLAN, member.mesh(), inputs)
+    model(*inputs)
+    coded(model, Coded)
+    with pytest.raises(UnprovedCallError) as caught:
+        model(*inputs)
+    return str(caught.value)
+
+
+def test_a_weight_that_is_set_after_parallelize_is_refused_by_name() -> None:
+    for message in world(2).run(_coded_late):
+        assert "TP130" in message and "weight` was replaced by a Coded" in message
+        assert "before `parallelize`" in message
