@@ -101,7 +101,7 @@ class Assembly:
         shape = tuple(self.example.shape)
         if shapes == whole:
             return shape, self.context
-        likeliest: Shape | None = None
+        likeliest: tuple[Shape, Any] | None = None
         for here, every in zip(shapes, whole, strict=True):
             for dim, (count, of) in enumerate(zip(here, every, strict=True)):
                 for outer in sorted(range(len(shape)), key=lambda o: o != dim) if count != of else ():
@@ -109,9 +109,10 @@ class Assembly:
                     cut = self._sliced(outer, size)
                     if cut is not None and tuple(tuple(getattr(cut, name).shape) for name in self.names) == shapes:
                         return tuple(cut.shape), type(cut).__tensor_flatten__(cut)[1]  # pyright: ignore
-                    likeliest = likeliest or (*shape[:outer], size, *shape[outer + 1 :])
+                    local = (*shape[:outer], size, *shape[outer + 1 :])
+                    likeliest = likeliest or (local, _resized(self.context, shape, local))
         assert likeliest is not None
-        return likeliest, self.context
+        return likeliest
 
     def _sliced(self, dim: int, size: int) -> Tensor | None:
         """So many entries of a dim, as the class itself slices it; None if it doesn't."""
@@ -121,6 +122,18 @@ class Assembly:
         except Exception:  # it has no slices, or none there
             return None
         return cut if type(cut) is type(self.example) else None
+
+
+def _resized(kept: Any, shape: Shape, local: Shape) -> Any:
+    """What a class without such slices keeps, with a rank's sizes for the whole's in what counts each dim, as blocks do.
+
+    That it is right is what the proof of the body says, which runs on it.
+    """
+    if isinstance(kept, dict):
+        return {key: _resized(held, shape, local) for key, held in kept.items()}
+    if not isinstance(kept, (list, tuple)) or len(kept) != len(shape) or not all(type(n) is int for n in kept):
+        return kept
+    return type(kept)([here if n == of else n for n, of, here in zip(kept, shape, local, strict=True)])
 
 
 def assemblies_of(module: nn.Module) -> Mapping[str, Assembly]:
