@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import tpplan
 from tests.marking import in_turns
 from tests.models.coded import Below, Coded, Dynamic, Groups, Unread, coded
 from tests.models.quantised import Mlp
+from tests.parity.test_quantised import Attention
 from tests.runtime.world import Member, world
 from tpplan.calls.call_errors import UnprovedCallError
 from tpplan.plan import CompileError
@@ -54,6 +56,60 @@ def test_gradients_pass_through_frozen_layers() -> None:
     torch.manual_seed(0)
     report = tpplan.verify(coded(Mlp(nn.Linear), Groups), PLAN, 2, calls(requires_grad=True))
     assert report.ok, report.problems
+
+
+@pytest.mark.parametrize(("kind", "packed"), [(Groups, False), (Coded, True)])
+def test_parts_of_heads_are_cut_in_their_own_entries(kind: type[Coded], packed: bool) -> None:
+    torch.manual_seed(0)
+    heads = {"0.qkv": {"style": "colwise", "packed": ["q", "k", "v"]}} if packed else {"0.{q,k,v}": "colwise"}
+    model = coded(nn.Sequential(Attention(partial(nn.Linear, bias=False), packed)), kind)
+    report = tpplan.verify(model, {"version": 1, "modules": {**heads, "0.o": "rowwise"}}, 4, calls())
+    assert report.ok, report.problems
+
+
+class Shared(nn.Module):
+    """Two pairs; of the second one `up` has the first one's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (coded(Mlp(nn.Linear), Groups) for _ in range(2))
+        self.b.up.weight = self.a.up.weight  # pyright: ignore
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x) / 16)
+
+
+def test_what_two_layers_share_is_cut_once() -> None:
+    plan = {"version": 1, "modules": {"*.up": "colwise", "*.down": "rowwise"}}
+    report = tpplan.verify(Shared(), plan, 2, calls())
+    assert report.ok, report.problems
+    shared = [held for held in tpplan.compile_plan(Shared(), plan, 2, calls()).parameters if len(held.names) == 2]
+    assert [held.names for held in shared] == [(f"a.up.{n}", f"b.up.{n}") for n in ("_weight_codes", "_weight_scales")]
+
+
+def test_a_plan_is_found() -> None:
+    plan = tpplan.suggest_plan(coded(Mlp(nn.Linear), Groups), 2, inputs=calls())
+    assert plan.to_dict()["modules"] == PLAN["modules"]
+
+
+@pytest.mark.slow
+def test_weights_travel_to_processes_of_a_verification() -> None:
+    model = coded(Mlp(nn.Linear), Groups)
+    assert tpplan.verify(model, PLAN, 2, calls(), processes=True).ok
+    assert isinstance(model.up.weight, Groups)
+
+
+class Kernel(Coded):
+    """Multiplies by a kernel that takes codes and scales."""
+
+    def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        made = torch.ops.aten._weight_int8pack_mm.default(x.flatten(0, 1), self.codes, self.scales.flatten())
+        return made.view(*x.shape[:2], -1)
+
+
+def test_a_kernel_without_a_rule_is_refused_by_the_class() -> None:
+    with pytest.raises(CompileError, match=r"TP101.*the class of `up.weight`, a `Kernel`, shows no product"):
+        tpplan.compile_plan(coded(Mlp(nn.Linear), Kernel), {"version": 1, "modules": {"up": "colwise"}}, 2, calls())
 
 
 def test_a_cut_inside_of_a_group_is_refused_by_its_size() -> None:

@@ -17,6 +17,7 @@ from tpplan.compat.modules import computed_weights, named_modules, own_buffers, 
 from tpplan.compiler.bind.linear import is_convolution, is_grouped_convolution, linear_form
 from tpplan.compiler.bind.recurrent_layers import is_recurrent, obstacle
 from tpplan.compiler.bind.tables import is_table
+from tpplan.compiler.ir.assembly import assemblies_of
 from tpplan.plan import Diagnostic, Pin, Rule, Style
 from tpplan.plan.wording import all_of, with_article
 
@@ -240,7 +241,16 @@ def is_coded(shape: Sequence[int], dtype: torch.dtype) -> bool:
 
 
 def _mismatch(module: nn.Module, name: str, rule: Rule, what: str) -> Diagnostic:
-    own = type(module)
+    own, held = type(module), next(iter(assemblies_of(module).values()), None)
+    if held is not None:
+        return Diagnostic(
+            code="TP101",
+            message=f"{what}, but the class of `{name}.{held.leaf}`, {with_article(type(held.example).__name__)}, "
+            "shows no product with what it keeps: it calls a kernel that has no rule, or isn't called",
+            span=rule.style_span,
+            help="remove the rule, so that it stays whole; or quantise so that its class multiplies by matrix products",
+            subject=name,
+        )
     foreign = own.__name__ in _LAYERS and not own.__module__.startswith("torch.")
     kind = with_article(f"{own.__module__}.{own.__name__}" if foreign else own.__name__)
     return Diagnostic(

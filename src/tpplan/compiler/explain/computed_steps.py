@@ -1,7 +1,8 @@
 """Explain where the steps of a computed weight can't work on parts of what it is computed of.
 
 in:  a finding on a body
-out: TP112 for the layer whose weight that body computes; the finding itself where it computes none
+out: TP112 for the layer whose weight that body computes; the finding itself where it computes none; of a body that
+     rounds by largest entries, the backward that looks for some, too
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from tpplan.compat.modules import named_modules
 from tpplan.compiler.bind.bind import Binding
 from tpplan.compiler.bind.computed_weights import layer_of
 from tpplan.compiler.bind.misfits import not_followed
+from tpplan.compiler.ir.trace import Frame
 from tpplan.plan import Diagnostic
 
 
@@ -27,4 +29,10 @@ def of_computed(finding: Diagnostic, module: str, model: nn.Module, binding: Bin
     return replace(told, notes=(finding.message, *finding.notes))
 
 
-__all__ = ["of_computed"]
+def rounding_backward(frame: Frame) -> str:
+    """The code in the backward of a body that looks for largest entries, as of gradients in float8; "" for none."""
+    found = (held for held in frame.backwards if any(n.is_a("largest", "smallest") for n in held.graph.body))
+    return next((held.name for held in found), "")
+
+
+__all__ = ["of_computed", "rounding_backward"]

@@ -125,9 +125,9 @@ class Assembly:
 
 
 def _resized(kept: Any, shape: Shape, local: Shape) -> Any:
-    """What a class without such slices keeps, with a rank's sizes for the whole's in what counts each dim, as blocks do.
+    """What a class without such slices keeps, with a rank's sizes for the whole's in what has a number for each dim.
 
-    That it is right is what the proof of the body says, which runs on it.
+    So have the shapes of blocks. That it is right is what the proof of the body says, which runs with it.
     """
     if isinstance(kept, dict):
         return {key: _resized(held, shape, local) for key, held in kept.items()}
