@@ -26,8 +26,8 @@ from tpplan.plan import CompileError
 PLAN = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
 WIDTH = 32
 KINDS: dict[str, type[Coded]] = {
-    "by row": Coded, "below autograd": Below, "with what isn't read": Unread, "in groups": Groups,
-    "activations by token": Dynamic,
+    "with what isn't read": Unread, "activations by token": Dynamic, "below autograd": Below, "in groups": Groups,
+    "by row": Coded,
 }  # fmt: skip
 
 

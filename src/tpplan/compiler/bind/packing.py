@@ -181,7 +181,8 @@ def _with_parameters(
         else:
             modules[name] = bound
     if partly:
-        unread = {n for n, b in modules.items() if b.is_parameter and not _is_read(readers, readers.named.get(n))}
+        bare = [n for n, bound in modules.items() if bound.is_parameter and n not in parts]
+        unread = {name for name in bare if not _is_read(readers, readers.named.get(name))}
         modules = {name: bound for name, bound in modules.items() if name not in unread}
     for name, bound in modules.items():
         if not bound.is_parameter or bound.style in (Style.REPLICATE, Style.VOCAB):
