@@ -349,7 +349,7 @@ class Readers:
         if operation.inputs[0] != at.value and not operation.is_a("join"):
             kept = None
         elif operation.is_a("reshape"):
-            if self._unfolds(at.value, after, 0):
+            if self._unfolds(at.value, after):
                 return [_Dim(outputs[0], len(after) - 1, at.unit)]
             dims = [_Dim(outputs[0], d, at.unit * unit) for d, unit in _split_into(before, after, at.dim)]
             return dims[1:] if len(dims) > 2 and after[dims[0].dim] == 1 and not self._picked(dims[-1], 0) else dims
@@ -357,19 +357,26 @@ class Readers:
             return [_Dim(outputs[0], kept.index(at.dim), at.unit)] if at.dim in kept else []
         return [_Dim(outputs[0], at.dim, at.unit)] if after == before and self._beside(at, operation) else []
 
-    def _unfolds(self, value: int, after: tuple[int, ...], depth: int) -> bool:
+    def _unfolds(self, value: int, after: tuple[int, ...]) -> bool:
         """Whether a view to this shape takes the rows of a product apart again, which were flattened before it."""
-        made, shape = self._flow.made.get(value), self.trace.values[value].shape
-        if made is not None and is_entrywise(made.name) and depth < _DEEPEST:  # scaled, or cast, in between
-            alike = (i for i in made.inputs if self.trace.values[i].shape == shape)
-            return any(self._unfolds(i, after, depth + 1) for i in alike)
-        if made is None or not made.is_a("plain product"):
-            return False
-        flattened = self._flow.made.get(made.inputs[-2])
-        if flattened is None or not flattened.is_a("reshape"):
+        shape = self.trace.values[value].shape
+        product = self._made_by(value, ("plain product", "two factors"), 0)
+        flattened = None if product is None else self._made_by(product.inputs[-2], ("reshape",), 0)
+        if flattened is None:
             return False
         before = self.trace.values[flattened.inputs[0]].shape
         return before[:-1] == after[:-1] and after[-1] == shape[-1]
+
+    def _made_by(self, value: int, roles: tuple[str, ...], depth: int) -> Operation | None:
+        """The operation of these roles that made a value, which may have been scaled, rounded or cast since then."""
+        made = self._flow.made.get(value)
+        if made is None or made.is_a(*roles):
+            return made
+        if not is_entrywise(made.name) or depth > _DEEPEST:
+            return None
+        shape = self.trace.values[value].shape
+        found = (self._made_by(i, roles, depth + 1) for i in made.inputs if self.trace.values[i].shape == shape)
+        return next((operation for operation in found if operation is not None), None)
 
     def _beside(self, at: _Dim, operation: Operation) -> bool:
         """Whether the other operands go along with the dim.
