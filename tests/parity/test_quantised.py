@@ -212,6 +212,24 @@ def test_parts_of_heads_are_cut_in_their_own_entries(layer: Layer, packed: bool)
     assert report.ok, report.problems
 
 
+class Flat(Int8):
+    """Multiplies rows, and scales them, before their dims are what the input's are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = torch.mm(x.flatten(0, -2), self.codes.t().to(x.dtype)) * self.scales.flatten()
+        return product.reshape(*x.shape[:-1], len(self.codes)) + self.bias
+
+
+@pytest.mark.parametrize("rows", [(1, 1), (1, 3)])
+def test_a_single_row_isnt_a_head(rows: tuple[int, int]) -> None:
+    plan, inputs = {"version": 1, "modules": {"0.{q,k,v}": "colwise", "0.o": "rowwise"}}, torch.randn(*rows, WIDTH)
+    model = nn.Sequential(Attention(Flat, False))
+    report = tpplan.verify(model, plan, 2, inputs)
+    assert report.ok, report.problems
+    placed = {held.name: held for held in tpplan.compile_plan(model, plan, 2, inputs).parameters}
+    assert all(str(placed[f"0.k.{leaf}"].layout) == "S(0)" for leaf in ("codes", "scales"))
+
+
 # -- what several layers share ----------------------------------------------------------------------------------------
 class Shared(nn.Module):
     """Two pairs; of the second one `up` is the first one's, or its codes are, or its scales."""

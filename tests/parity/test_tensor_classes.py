@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import tpplan
@@ -228,6 +230,35 @@ def test_a_weight_that_cant_be_taken_apart_is_refused_by_name(made: Any, name: s
             attempt(model, PLAN, 2, calls())
 
 
+class Rounded(torch.autograd.Function):
+    """Rounds the weight by its largest entry, and the gradient by its own, as training in float8 does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        scale = weight.abs().max() / 127
+        return x @ ((weight / scale).round() * scale).t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        scale = gradients[0].abs().max() / 127
+        gradient = (gradients[0] / scale).round() * scale
+        return gradient @ weight, gradient.flatten(0, 1).t() @ x.flatten(0, 1)
+
+
+class RoundedLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return Rounded.apply(x, self.weight)  # pyright: ignore
+
+
+@pytest.mark.parametrize("style", ["colwise", "rowwise"])
+def test_roundings_by_largest_entries_in_a_backward_are_refused_by_name(style: str) -> None:
+    model = Mlp(partial(RoundedLinear, bias=False))
+    with pytest.raises(CompileError, match=r"TP112.*`up` rounds by the largest entries .*backward of `Rounded`"):
+        tpplan.compile_plan(model, {"version": 1, "modules": {"up": style}}, 2, calls(requires_grad=True))
+
+
 def _coded_late(member: Member) -> str:
     model, inputs = Mlp(nn.Linear), calls()
     model = tpplan.parallelize(model, PLAN, member.mesh(), inputs)
@@ -242,3 +273,33 @@ def test_a_weight_that_is_set_after_parallelize_is_refused_by_name() -> None:
     for message in world(2).run(_coded_late):
         assert "TP130" in message and "weight` was replaced by a Coded" in message
         assert "before `parallelize`" in message
+
+
+def _beside(member: Member, how: str) -> tuple[Tensor, ...]:
+    torch.manual_seed(2)
+    mesh = member.mesh(2, 2, names=("dp", "tp"))
+    model, (x,) = nn.Sequential(nn.Linear(WIDTH, WIDTH), coded(Mlp(nn.Linear), Unread)), calls()
+    whole = copy.deepcopy(model)
+    expected = whole(x)
+    expected.square().sum().backward()
+    plan = {"version": 1, "modules": {"1.up": "colwise", "1.down": "rowwise"}}
+    sharded = tpplan.parallelize(model, plan, mesh["tp"], (x,))
+    if how == "ddp":
+        sharded = DistributedDataParallel(sharded, process_group=mesh["dp"].get_group())
+    else:
+        fully_shard(sharded, mesh=mesh["dp"])
+    found = sharded(x)
+    found.square().sum().backward()
+    state = model.state_dict()
+    assert [*state] == [*whole.state_dict()]
+    assert all(_alike(state[f"1.{n}.weight"].full_tensor(), whole[1].get_submodule(n).weight) for n in ("up", "down"))  # pyright: ignore
+    gradient: Any = model[0].weight.grad
+    return found.detach(), expected.detach(), gradient.full_tensor(), whole[0].weight.grad  # pyright: ignore
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_replicas_and_fsdp_stand_beside(how: str) -> None:
+    for found, expected, gradient, own in world(4).run(_beside, how):
+        assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert_close(gradient, own, rtol=1e-3, atol=1e-3)

@@ -10,6 +10,7 @@ What else its class knows of a rank's part, such as the shape of its blocks, is 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,43 +86,53 @@ class Assembly:
 
     def dims_of(self, name: str) -> tuple[int | None, ...]:
         """By dim of an inner tensor, the dim of the whole with which the class's own slicing cuts it."""
-        whole: Tensor = getattr(self.example, name)
-        found: list[int | None] = [None] * whole.dim()
-        for outer, count in enumerate(self.example.shape):
-            cut = self._sliced(outer, count // 2)
-            here = getattr(cut, name).shape if cut is not None else whole.shape
-            for dim in range(whole.dim()):
-                if here[dim] != whole.shape[dim]:
-                    found[dim] = outer
+        whole, shape = self._inner(self.example, name), tuple(self.example.shape)
+        found: list[int | None] = [None] * len(whole)
+        for outer, count in enumerate(shape):
+            cut = self._sliced((*shape[:outer], count // 2, *shape[outer + 1 :]))
+            here = whole if cut is None else self._inner(cut, name)
+            found = [outer if n != of else known for n, of, known in zip(here, whole, found, strict=True)]
         return tuple(found)
 
     def _cut(self, shapes: tuple[Shape, ...]) -> tuple[Shape, Any]:
         """The shape, and what else is kept, of what has inner tensors of these shapes."""
-        whole = tuple(tuple(getattr(self.example, name).shape) for name in self.names)
-        shape = tuple(self.example.shape)
-        if shapes == whole:
+        whole, shape = self._shapes(self.example), tuple(self.example.shape)
+        changed = [
+            (min(dim, len(shape) - 1), n, of)
+            for here, every in zip(shapes, whole, strict=True)
+            for dim, (n, of) in enumerate(zip(here, every, strict=True))
+            if n != of
+        ]
+        if not changed:
             return shape, self.context
-        likeliest: tuple[Shape, Any] | None = None
-        for here, every in zip(shapes, whole, strict=True):
-            for dim, (count, of) in enumerate(zip(here, every, strict=True)):
-                for outer in sorted(range(len(shape)), key=lambda o: o != dim) if count != of else ():
-                    size = shape[outer] * count // of
-                    cut = self._sliced(outer, size)
-                    if cut is not None and tuple(tuple(getattr(cut, name).shape) for name in self.names) == shapes:
-                        return tuple(cut.shape), type(cut).__tensor_flatten__(cut)[1]  # pyright: ignore
-                    local = (*shape[:outer], size, *shape[outer + 1 :])
-                    likeliest = likeliest or (local, _resized(self.context, shape, local))
+        likeliest: Shape | None = None
+        for outer in itertools.permutations(range(len(shape))):  # which dim of the whole each of theirs stands for
+            sizes = {outer[dim]: shape[outer[dim]] * n // of for dim, n, of in changed}
+            local = tuple(sizes.get(dim, count) for dim, count in enumerate(shape))
+            cut = self._sliced(local)
+            if cut is not None and self._shapes(cut) == shapes:
+                return tuple(cut.shape), type(cut).__tensor_flatten__(cut)[1]  # pyright: ignore
+            likeliest = likeliest or local
         assert likeliest is not None
-        return likeliest
+        return likeliest, _resized(self.context, shape, likeliest)
 
-    def _sliced(self, dim: int, size: int) -> Tensor | None:
-        """So many entries of a dim, as the class itself slices it; None if it doesn't."""
+    def _sliced(self, local: Shape) -> Tensor | None:
+        """The first entries of each dim, as the class itself slices it; None if it doesn't."""
+        cut = self.example
         try:
             with torch.no_grad():
-                cut = torch.narrow(self.example, dim, 0, size)
+                for dim, (size, count) in enumerate(zip(local, self.example.shape, strict=True)):
+                    cut = cut if size == count else torch.narrow(cut, dim, 0, size)
         except Exception:  # it has no slices, or none there
             return None
         return cut if type(cut) is type(self.example) else None
+
+    def _shapes(self, tensor: Tensor) -> tuple[Shape, ...]:
+        return tuple(self._inner(tensor, name) for name in self.names)
+
+    @staticmethod
+    def _inner(tensor: Tensor, name: str) -> Shape:
+        return tuple(getattr(tensor, name).shape)
 
 
 def _resized(kept: Any, shape: Shape, local: Shape) -> Any:

@@ -37,11 +37,10 @@ class AssembledTensor(ShardedTensor):
         """That of the sharded parts."""
         local = assembly.made({name: local_of(part) for name, part in parts.items()})
         shape, some = assembly.example.shape, next(iter(parts.values()))
-        alike = next((part.placements for part in parts.values() if part.shape == shape), None)
-        if alike is None:
-            dim = next((d for d, count in enumerate(local.shape) if count != shape[d]), None)
-            alike = [Replicate() if dim is None else Shard(dim)]
-        made: AssembledTensor = made_dtensor(cls, local, some.device_mesh, alike, shape)
+        dim = next((d for d, count in enumerate(local.shape) if count != shape[d]), None)
+        own = some.placements if some.device_mesh.ndim > 1 else [Replicate() if dim is None else Shard(dim)]
+        placements = next((part.placements for part in parts.values() if part.shape == shape), own)
+        made: AssembledTensor = made_dtensor(cls, local, some.device_mesh, placements, shape)
         made.assembly, made.parts = assembly, parts
         return made
 
