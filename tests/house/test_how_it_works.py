@@ -13,7 +13,7 @@ from tests.models.quantised import EXACT, WITH_MAXIMA
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize(("page", "count"), [("how-it-works", 6), ("quantisation", 1)])
+@pytest.mark.parametrize(("page", "count"), [("how-it-works", 6), ("quantisation", 2)])
 def test_each_block_prints_what_is_shown(
     page: str, count: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

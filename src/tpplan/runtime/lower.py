@@ -1,4 +1,4 @@
-"""Lower: rewrite the user's model as the program says. The only place that mutates it.
+"""Lower: rewrite the user's model as the program says. The only place that mutates it, but for weights taken apart.
 
 in:  a stock model and its program
 out: the same model object: DTensor parameters, swapped classes, reshards at the boundaries
