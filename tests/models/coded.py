@@ -72,7 +72,8 @@ class Coded(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.linear:
-            x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]
+            x, weight, bias = (*args, None)[:3]
+            assert isinstance(weight, Coded) and isinstance(x, Tensor)
             return weight.multiplied(x, bias)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

@@ -37,7 +37,7 @@ def calls(**options: Any) -> tuple[Tensor]:
     return (torch.randn(2, 5, WIDTH, **options),)
 
 
-@pytest.mark.parametrize(("kind", "tp"), in_turns(KINDS, [2, 4], quick=5))
+@pytest.mark.parametrize(("kind", "tp"), in_turns([*KINDS], [2, 4], quick=5))
 def test_outputs_are_equal(kind: str, tp: int) -> None:
     torch.manual_seed(0)
     model, inputs = coded(Mlp(nn.Linear), KINDS[kind]), calls()
@@ -98,7 +98,7 @@ def test_a_plan_is_found() -> None:
 def test_weights_travel_to_processes_of_a_verification() -> None:
     model = coded(Mlp(nn.Linear), Groups)
     assert tpplan.verify(model, PLAN, 2, calls(), processes=True).ok
-    assert isinstance(model.up.weight, Groups)
+    assert isinstance(model.get_submodule("up").weight, Groups)
 
 
 class Kernel(Coded):
@@ -144,6 +144,10 @@ def _run(member: Member, kind: str, folder: str) -> dict[str, Any]:
         layer: Any = model.get_submodule(name)
         assert_close(layer.bias.grad.full_tensor(), whole.get_submodule(name).bias.grad, rtol=1e-4, atol=1e-4)
         _is_cut(layer.weight, whole.get_submodule(name).weight, int(name == "down"), member)
+        with pytest.raises(tpplan.StateError, match=r"TP140.*`weight` of a `Linear` was set"):
+            layer.weight = nn.Parameter(torch.zeros(2, 2))
+        with pytest.raises(tpplan.StateError, match=r"TP140.*`aten::mul.Tensor` was asked of a sharded weight"):
+            layer.weight * 2
     _is_saved_and_loaded(model, whole, folder)
     assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
     assert_close(model(x[:, :3]), whole(x[:, :3]), rtol=1e-4, atol=1e-4)
@@ -186,7 +190,7 @@ def _is_saved_and_loaded(model: nn.Module, whole: nn.Module, folder: str) -> Non
             assert _alike(full, expected[name]) if isinstance(full, Coded) else torch.equal(full, expected[name]), name
 
 
-@pytest.mark.parametrize(("kind", "tp"), in_turns(KINDS, [2, 4], quick=2))
+@pytest.mark.parametrize(("kind", "tp"), in_turns([*KINDS], [2, 4], quick=2))
 def test_processes_hold_save_and_load_shards(kind: str, tp: int, tmp_path: Path) -> None:
     world(tp).run(_run, kind, str(tmp_path))
 
@@ -223,7 +227,7 @@ def _nested(outputs: int, inputs: int) -> Tensor:
 )
 def test_a_weight_that_cant_be_taken_apart_is_refused_by_name(made: Any, name: str, reason: str) -> None:
     model = Mlp(nn.Linear)
-    weight = made(*model.down.weight.shape)
+    weight = made(WIDTH, 2 * WIDTH)
     model.down.weight = nn.Parameter(weight, requires_grad=weight.requires_grad)
     for attempt in (tpplan.compile_plan, tpplan.verify):
         with pytest.raises(CompileError, match=rf"TP112.*`down.weight` is an? `[\w.]*{name}`.*{reason}"):
@@ -272,7 +276,7 @@ def _coded_late(member: Member) -> str:
 def test_a_weight_that_is_set_after_parallelize_is_refused_by_name() -> None:
     for message in world(2).run(_coded_late):
         assert "TP130" in message and "weight` was replaced by a Coded" in message
-        assert "before `parallelize`" in message
+        assert "quantise the stock model, before `parallelize`" in message
 
 
 def _beside(member: Member, how: str) -> tuple[Tensor, ...]:

@@ -23,7 +23,8 @@ granularity: Any = pytest.importorskip("torchao.quantization.granularity")
 
 PLAN = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
 WIDTH = 32
-GROUPS = {"weight_dtype": torch.int4, "granularity": granularity.PerGroup(8)}
+INT4: Any = vars(torch)["int4"]
+GROUPS = {"weight_dtype": INT4, "granularity": granularity.PerGroup(8)}
 WEIGHTS: dict[str, Callable[[], Any]] = {
     "Int8WeightOnlyConfig, by row": lambda: quantisation.Int8WeightOnlyConfig(),
     "Int8WeightOnlyConfig, one scale": lambda: quantisation.Int8WeightOnlyConfig(granularity=granularity.PerTensor()),
@@ -37,7 +38,7 @@ ACTIVATIONS: dict[str, Callable[[], Any]] = {
         granularity=granularity.PerTensor()
     ),
     "Int8DynamicActivationIntxWeightConfig": lambda: quantisation.Int8DynamicActivationIntxWeightConfig(
-        weight_dtype=torch.int4, weight_granularity=granularity.PerGroup(8)
+        weight_dtype=INT4, weight_granularity=granularity.PerGroup(8)
     ),
 }
 KINDS = WEIGHTS | ACTIVATIONS
@@ -54,7 +55,7 @@ def calls() -> tuple[Tensor]:
     return (torch.randn(2, 5, WIDTH),)
 
 
-@pytest.mark.parametrize(("kind", "tp"), in_turns(KINDS, [2, 4], quick=len(KINDS)))
+@pytest.mark.parametrize(("kind", "tp"), in_turns([*KINDS], [2, 4], quick=len(KINDS)))
 def test_outputs_are_equal(kind: str, tp: int) -> None:
     model, inputs = quantised(kind), calls()
     program = tpplan.compile_plan(model, PLAN, tp, inputs)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -140,11 +140,12 @@ def _resized(kept: Any, shape: Shape, local: Shape) -> Any:
 
     So have the shapes of blocks. That it is right is what the proof of the body says, which runs with it.
     """
+    kind, plain = cast("Any", type(kept)), kept
     if isinstance(kept, dict):
-        return {key: _resized(held, shape, local) for key, held in kept.items()}
-    if not isinstance(kept, (list, tuple)) or len(kept) != len(shape) or not all(type(n) is int for n in kept):
-        return kept
-    return type(kept)([here if n == of else n for n, of, here in zip(kept, shape, local, strict=True)])
+        return {key: _resized(held, shape, local) for key, held in plain.items()}
+    if not isinstance(kept, (list, tuple)) or len(plain) != len(shape) or any(type(n) is not int for n in plain):
+        return plain
+    return kind([here if n == of else n for n, of, here in zip(plain, shape, local, strict=True)])
 
 
 def assemblies_of(module: nn.Module) -> Mapping[str, Assembly]:

@@ -175,16 +175,22 @@ def _fill(table: _Table, entries: _Table) -> None:
 
 def _apart_class(stock: type[nn.Module], assemblies: Mapping[str, Assembly]) -> type[nn.Module]:
     """A class like `stock`, of a module that makes these weights of their parts whenever they are read."""
-    own = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-    return type(
-        stock.__name__,
-        (stock,),
-        own | {leaf: _Made(held) for leaf, held in assemblies.items()} | {ASSEMBLIES: assemblies},
-    )
+
+    def set_attribute(self: nn.Module, name: str, value: Any) -> None:
+        if name in assemblies:
+            raise refusal(
+                f"`{name}` of a `{stock.__name__}` was set, a weight that is made of parts since `parallelize`",
+                "load its numbers by `load_state_dict`, or set it in the stock model, before `parallelize`",
+            )
+        stock.__setattr__(self, name, value)
+
+    own: dict[str, Any] = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    own |= {"__setattr__": set_attribute, ASSEMBLIES: assemblies}
+    return type(stock.__name__, (stock,), own | {leaf: _Made(held) for leaf, held in assemblies.items()})
 
 
 class _Made:
-    """A weight that a module makes of its parts; whoever sets it is told that it can't be."""
+    """A weight that a module makes of its parts."""
 
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
