@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,3 +111,63 @@ def _alike(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("tp", [2, 4])
 def test_processes_hold_what_torchao_slices(tp: int) -> None:
     world(tp).run(_run, tuple(KINDS))
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+def _float8_training(model: nn.Module, recipe: str) -> nn.Module:
+    float8: Any = importlib.import_module("torchao.float8")
+    config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    return float8.convert_to_float8_training(model, config=config)
+
+
+def _qat(model: nn.Module) -> nn.Module:
+    qat: Any = importlib.import_module("torchao.quantization.qat")
+    quantisation.quantize_(model, qat.QATConfig(KINDS["Int8DynamicActivationIntxWeightConfig"](), step="prepare"))
+    return model
+
+
+def _float8_activations(model: nn.Module) -> nn.Module:
+    """As `Float8DynamicActivationFloat8WeightConfig`, which wants a GPU."""
+    tensors: Any = importlib.import_module("torchao.quantization.quantize_.workflows.float8.float8_tensor")
+    inference: Any = importlib.import_module("torchao.float8.inference")
+    rows, fast = granularity.PerRow(), inference.Float8MMConfig(use_fast_accum=True)
+    for layer in model.bfloat16().children():
+        kept = tensors.QuantizeTensorToFloat8Kwargs(granularity=rows)
+        weight: Any = layer.weight
+        made = tensors.Float8Tensor.from_hp(weight.detach(), granularity=rows, mm_config=fast, act_quant_kwargs=kept)
+        layer.weight = nn.Parameter(made, requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("convert", "style", "told"),
+    [
+        (partial(_float8_training, recipe="tensorwise"), "colwise", r"TP112.*backward of `matmul_with_hp_or_float8"),
+        (partial(_float8_training, recipe="tensorwise"), "rowwise", r"TP112.*backward of `matmul_with_hp_or_float8"),
+        (partial(_float8_training, recipe="rowwise"), "rowwise", r"TP112.*backward of `matmul_with_hp_or_float8"),
+        (partial(_float8_training, recipe="rowwise"), "colwise", r"TP128.*backward of `matmul_with_hp_or_float8"),
+        (_qat, "colwise", r"TP107.*leaves a tensor.*`up.weight_fake_quantizer.scale`"),
+        (_float8_activations, "colwise", r"TP101.*class of `up.weight`, a `Float8Tensor`, shows no product"),
+    ],
+)
+def test_what_isnt_exact_is_refused_by_name(convert: Callable[[nn.Module], nn.Module], style: str, told: str) -> None:
+    torch.manual_seed(0)
+    model = convert(Mlp(nn.Linear))
+    inputs = (torch.randn(2, 16, WIDTH, dtype=next(model.parameters()).dtype, requires_grad=True),)
+    with pytest.raises(CompileError, match=told):
+        tpplan.compile_plan(model, {"version": 1, "modules": {"up": style}}, 2, inputs)
+
+
+def _quantised_late(member: Member) -> str:
+    model, inputs = Mlp(nn.Linear), calls()
+    model = tpplan.parallelize(model, PLAN, member.mesh(), inputs)
+    model(*inputs)
+    quantisation.quantize_(model, quantisation.Int8WeightOnlyConfig())
+    with pytest.raises(tpplan.UnprovedCallError) as caught:
+        model(*inputs)
+    return str(caught.value)
+
+
+def test_quantising_a_sharded_model_is_refused_by_name() -> None:
+    for message in world(2).run(_quantised_late):
+        assert "TP130" in message and "was replaced by a Int8Tensor" in message and "before `parallelize`" in message
