@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -193,8 +193,8 @@ def parallelize(
         >>> model.up
         ColwiseLinear(in_features=8, out_features=32, bias=True, weight=S(0), bias=S(0))
     """
-    with bare(model) as stock, recording_outputs(stock, inputs, keep=True), taken_apart(stock, keep=True):
-        _parallelize(stock, plan, mesh, inputs, tp, broadcast, partial)
+    with bare(model) as stock, recording_outputs(stock, inputs, keep=True), taken_apart(stock, keep=True) as forget:
+        _parallelize(stock, plan, mesh, inputs, tp, broadcast, partial, forget)
     return model
 
 
@@ -207,8 +207,9 @@ def _parallelize(
     tp: int | None,
     broadcast: bool,
     partial: bool,
+    forget: Callable[[], None],
 ) -> None:
-    """As `parallelize`, of a model in which nothing is compiled."""
+    """As `parallelize`, of a model in which nothing is compiled; `forget` lets go of whole weights."""
     loaded: Plan | None = None
     compiled: Compiled | None = None
     error: Exception | None = None  # whatever a rank fails with, the others must not wait for it
@@ -235,6 +236,7 @@ def _parallelize(
     if program.one_shot:
         axis.sum_in_one_step(program.one_shot, device_of_mesh(over))
     guard = CallGuard(make_skeleton(inner.model).model, inner.plan, compiled, *inner.call, axis)
+    forget()
     lower(inner.model, program, MeshDistributor(over, axis, group if broadcast else None), guard)
     if inner.name:
         wrap_around(model, inner.name)

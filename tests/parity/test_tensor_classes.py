@@ -133,6 +133,10 @@ def _run(member: Member, kind: str, folder: str) -> dict[str, Any]:
             parts = [getattr(held, name) for name in held.KEPT] if isinstance(held, Coded) else [held.detach()]
             for part in parts:
                 part.zero_()
+    before = dict(model.named_parameters())
+    with pytest.raises(CompileError, match="TP012"):
+        tpplan.parallelize(model, {"version": 1, "modules": {"nothing": "colwise"}}, member.mesh(), (x,))
+    assert all(held is before[name] for name, held in model.named_parameters())
     model = tpplan.parallelize(model, PLAN, member.mesh(), (x,))
     with CommDebugMode() as seen:
         found = model(x)
@@ -147,7 +151,7 @@ def _run(member: Member, kind: str, folder: str) -> dict[str, Any]:
         with pytest.raises(tpplan.StateError, match=r"TP140.*`weight` of a `Linear` was set"):
             layer.weight = nn.Parameter(torch.zeros(2, 2))
         with pytest.raises(tpplan.StateError, match=r"TP140.*`aten::mul.Tensor` was asked of a sharded weight"):
-            layer.weight * 2
+            _ = layer.weight * 2
     _is_saved_and_loaded(model, whole, folder)
     assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
     assert_close(model(x[:, :3]), whole(x[:, :3]), rtol=1e-4, atol=1e-4)

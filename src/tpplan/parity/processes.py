@@ -66,7 +66,7 @@ def run_in_processes(
 
 
 def _send(job: tuple[nn.Module, Program, Call, dict[str, Tensor], Draws | None], folder: Path) -> None:
-    put_together(job[0])  # pickle knows the classes of modules, and none that is made here
+    put_together(job[0].modules())  # pickle knows the classes of modules, and none that is made here
     try:
         torch.save(job, folder / _JOB)
     except Exception as error:  # pickle raises PicklingError, AttributeError and TypeError alike

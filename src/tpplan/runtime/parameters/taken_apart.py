@@ -9,7 +9,7 @@ goes by its name in a state_dict.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,21 +70,27 @@ class AssembledTensor(ShardedTensor):
         return plain.__reduce_ex__(protocol)
 
 
-def take_apart(model: nn.Module) -> Callable[[], None]:
-    """Put the inner tensors of weights of classes of their own in their places; returns how to undo that.
+def take_apart(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module], _Table, _Table]]:
+    """Put the inner tensors of weights of classes of their own in their places.
 
     Weights that can't be taken apart stay as they are.
+
+    Returns:
+        The modules that were changed, each with its class and its parameters before, and its parameters now.
     """
     changed: list[tuple[nn.Module, type[nn.Module], _Table, _Table]] = []
     parts: dict[int, nn.Parameter] = {}
     for _, module in named_modules(model):
-        table = own_parameters(module)
+        table, stock = own_parameters(module), type(module)
         found = {leaf: held for leaf, held in table.items() if held is not None and is_wrapper(held)}
         assemblies = {leaf: made for leaf, held in found.items() if (made := _assembly(held, leaf)) is not None}
         if not assemblies:
             continue
+        try:
+            module.__class__ = _apart_class(stock, assemblies)
+        except TypeError:  # no class can be derived from its own
+            continue
         entries: _Table = {}
-        changed.append((module, type(module), dict(table), entries))
         for leaf, held in table.items():
             if leaf not in assemblies:
                 entries[leaf] = held
@@ -92,24 +98,14 @@ def take_apart(model: nn.Module) -> Callable[[], None]:
             for name, part in assemblies[leaf].parts.items():
                 inner: Tensor = getattr(held, name)
                 entries[part] = parts.setdefault(id(inner), nn.Parameter(inner, requires_grad=False))
+        changed.append((module, stock, dict(table), entries))
         _fill(table, entries)
-        module.__class__ = _apart_class(type(module), assemblies)
-
-    def undo() -> None:
-        for module, stock, table, entries in changed:
-            now = own_parameters(module)
-            if any(now.get(leaf) is not held for leaf, held in entries.items()):  # as for what was on `meta`
-                put_together(module)
-            else:
-                _fill(now, table)
-                module.__class__ = stock
-
-    return undo
+    return changed
 
 
-def put_together(model: nn.Module) -> None:
-    """Give a copy of a model that was taken apart its weights back, of their classes."""
-    for _, module in named_modules(model):
+def put_together(modules: Iterable[nn.Module]) -> None:
+    """Give modules that were taken apart, or copies of them, their weights back, of their classes."""
+    for module in modules:
         assemblies, table = assemblies_of(module), own_parameters(module)
         of = {part: held for held in assemblies.values() for part in held.parts.values()}
         entries = _Table()
@@ -124,23 +120,32 @@ def put_together(model: nn.Module) -> None:
 
 
 @contextmanager
-def taken_apart(model: nn.Module, *, keep: bool = False) -> Generator[None]:
-    """A block in which weights of classes of their own are taken apart; `keep` leaves them so, if nothing is raised."""
-    undo = take_apart(model)
+def taken_apart(model: nn.Module, *, keep: bool = False) -> Generator[Callable[[], None]]:
+    """A block in which weights of classes of their own are taken apart; `keep` leaves them so, if nothing is raised.
+
+    Gives what forgets the whole weights, whose memory is wanted; if something is raised after that, others like them
+    are put in their places.
+    """
+    changed = take_apart(model)
+    apart = [module for module, *_ in changed]
     handles: list[Any] = []
-    for _, module in named_modules(model) if keep else ():
-        if assemblies_of(module):
-            handles.append(module.register_state_dict_post_hook(_joined))
-            handles.append(module.register_load_state_dict_pre_hook(_split))  # before what cuts whole parts
+    for module in apart if keep else ():
+        handles.append(module.register_state_dict_post_hook(_joined))
+        handles.append(module.register_load_state_dict_pre_hook(_split))  # before what cuts whole parts
+    done = False
     try:
-        yield
-    except BaseException:
-        for handle in handles:
-            handle.remove()
-        undo()
-        raise
-    if not keep:
-        undo()
+        yield changed.clear
+        done = True
+    finally:
+        if not (done and keep):
+            for handle in handles:
+                handle.remove()
+            for module, stock, table, entries in changed:
+                now = own_parameters(module)
+                if all(now.get(leaf) is held for leaf, held in entries.items()):
+                    _fill(now, table)
+                    module.__class__ = stock
+            put_together(apart)  # what is still apart, as what was on `meta` and was loaded
 
 
 def by_parts(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
