@@ -438,7 +438,7 @@ class Products(TorchDispatchMode):
         self.events = events
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func) in ("aten.mm.default", "aten.mm.out", "aten.addmm.default", "aten.bmm.default"):
+        if str(func) in ("aten.mm.default", "aten.mm.out", "aten.addmm.default", "aten.addmm_.default"):
             self.events.append("product")
         return func(*args, **(kwargs or {}))
 
@@ -470,6 +470,19 @@ def test_what_travels_does_so_while_something_is_computed(joint: Any, forward: s
     with Products(axis.events):
         sum(held.sum() for held in products if held is not None).backward()  # pyright: ignore
     assert _shown(axis.events) == backward
+
+
+def test_a_gradient_of_other_readers_counts_and_stays_as_it_was() -> None:
+    made = _joint(Noted(), None, False, OverlapUnit.WEIGHT_GRADIENT)
+    x = torch.randn(1, 2, 4, requires_grad=True)
+    whole = made(x, lambda _: pytest.fail("the plain step"))
+    product, _ = [made.product_of(m.module, whole, own_parameters(m.module)["weight"]) for m in made.members]
+    assert product is not None
+    given = torch.ones(1, 2, 4)
+    torch.autograd.backward([whole, product], [given, given])
+    weight = own_parameters(made.members[0].module)["weight"]
+    assert torch.equal(given, torch.ones(1, 2, 4)) and weight is not None
+    torch.testing.assert_close(x.grad, 2 * (given + given @ weight))
 
 
 def test_terms_are_sent_before_the_last_is_made_and_waited_for_after_it() -> None:
@@ -538,7 +551,8 @@ def _traced(member: Member, modules: dict[str, Any], options: dict[str, Any]) ->
         made.sum().backward()
     for seen in (forward, backward):
         events = sorted(seen.events() or (), key=lambda event: event.time_range.start)
-        names = [e.name for e in events if e.name in ("aten::mm", "aten::addmm") or e.name.startswith("tpplan")]
+        products = ("aten::mm", "aten::addmm", "aten::addmm_")
+        names = [e.name for e in events if e.name in products or e.name.startswith("tpplan")]
         found.append(
             "".join("p" if n.startswith("aten") else ")" if n.startswith("tpplan wait") else "(" for n in names)
         )

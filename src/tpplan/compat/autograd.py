@@ -12,13 +12,15 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointFunction
 
+_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active  # pyright: ignore
+
 
 def inside_transform() -> bool:
     """Whether a transform of torch.func is under way, such as `vmap`, or forward-mode differentiation.
 
     For every torch.
     """
-    return cast("Any", torch._C)._are_functorch_transforms_active() or forward_ad._current_level >= 0  # pyright: ignore
+    return _transforms() or forward_ad._current_level >= 0  # pyright: ignore
 
 
 def native_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

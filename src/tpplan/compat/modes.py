@@ -67,9 +67,8 @@ class Unwatched:
         self._dispatch.__exit__(None, None, None)
 
 
-def is_profiled() -> bool:
-    """Whether a profiler runs in this thread. For every torch."""
-    return torch.autograd._profiler_enabled()  # pyright: ignore
+is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # pyright: ignore
+"""Whether a profiler runs in this thread. For every torch."""
 
 
 @contextmanager
@@ -182,9 +181,8 @@ def has_function_mode() -> bool:
     return overrides._get_current_function_mode() is not None  # pyright: ignore
 
 
-def without_function_modes() -> AbstractContextManager[Any]:
-    """A block whose calls no function mode sees. For every torch."""
-    return cast("AbstractContextManager[Any]", torch._C.DisableTorchFunction())
+without_function_modes: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction  # pyright: ignore
+"""A block whose calls no function mode sees. For every torch."""
 
 
 def innermost_function_mode() -> Any:
@@ -239,9 +237,8 @@ def has_substituting_modes() -> bool:
     return any(isinstance(mode, kinds) for mode in _python_dispatch._get_current_dispatch_mode_stack())
 
 
-def is_autocast() -> bool:
-    """Whether autocast is on, for any device. For every torch."""
-    return torch._C._is_any_autocast_enabled()  # pyright: ignore
+is_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore
+"""Whether autocast is on, for any device. For every torch."""
 
 
 def is_jit_traced() -> bool:

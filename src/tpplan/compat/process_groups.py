@@ -17,6 +17,19 @@ from torch._C._distributed_c10d import AllgatherOptions
 _renamed = hasattr(dist, "all_gather_single")
 
 
+_GATHER = "all_gather_single" if _renamed else "_allgather_base"
+_SCATTER = "reduce_scatter_single" if _renamed else "_reduce_scatter_base"
+
+
+def _options(kind: Callable[[], Any], later: bool) -> Any:
+    """How a collective is to run: whether it is only begun."""
+    made = kind()
+    made.asyncOp = later
+    return made
+
+
+_GATHER_LATER, _SCATTER_LATER = _options(AllgatherOptions, True), _options(dist.ReduceScatterOptions, True)
+_REDUCE_LATER = _options(dist.AllreduceOptions, True)
 all_gather_single: Callable[..., object] = getattr(dist, "all_gather_single" if _renamed else "all_gather_into_tensor")
 
 
@@ -27,8 +40,7 @@ def collectives_without_dispatch(
 
     For every torch.
     """
-    options = AllgatherOptions()
-    options.asyncOp = False
+    options = _options(AllgatherOptions, False)
     try:
         backend = _backend(group, device)
         gather = backend._allgather_base
@@ -44,9 +56,8 @@ def _backend(group: Any, device: torch.device) -> Any:
 
 def group_all_gather(group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], dist.Work | None]:
     """The group's own all-gather, which is waited for: of an output and an input. For every torch."""
-    gather = getattr(group, "all_gather_single" if _renamed else "_allgather_base")
-    options = AllgatherOptions()
-    options.asyncOp = False
+    gather = getattr(group, _GATHER)
+    options = _options(AllgatherOptions, False)
     return lambda gathered, tensor: gather(gathered, tensor, options)
 
 
@@ -55,9 +66,8 @@ def group_reduce_scatter(group: dist.ProcessGroup) -> Callable[[Tensor, Tensor],
 
     For torch before 2.13.
     """
-    scatter = getattr(group, "reduce_scatter_single" if _renamed else "_reduce_scatter_base")
-    options = dist.ReduceScatterOptions()
-    options.asyncOp = False
+    scatter = getattr(group, _SCATTER)
+    options = _options(dist.ReduceScatterOptions, False)
     return lambda scattered, tensor: scatter(scattered, tensor, options)
 
 
@@ -67,29 +77,25 @@ def begun(group: dist.ProcessGroup, collective: str, tensor: Tensor, size: int) 
     For torch before 2.13.
     """
     if collective == "all-reduce":
-        summed = dist.AllreduceOptions()
-        summed.asyncOp = True
-        return tensor, group.allreduce([tensor], summed)
+        return tensor, group.allreduce([tensor], _REDUCE_LATER)
     if collective == "all-gather":
-        options, made = AllgatherOptions(), tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
-        options.asyncOp = True
-        return made, getattr(group, "all_gather_single" if _renamed else "_allgather_base")(made, tensor, options)
-    parts, made = dist.ReduceScatterOptions(), tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
-    parts.asyncOp = True
-    return made, getattr(group, "reduce_scatter_single" if _renamed else "_reduce_scatter_base")(made, tensor, parts)
+        made = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
+        return made, getattr(group, _GATHER)(made, tensor, _GATHER_LATER)
+    made = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
+    return made, getattr(group, _SCATTER)(made, tensor, _SCATTER_LATER)
 
 
-def swapped(group: dist.ProcessGroup, sent: Tensor, received: Tensor, distance: int) -> list[dist.Work]:
+def swapped(group: Any, sent: Tensor, received: Tensor, distance: int) -> list[dist.Work]:
     """Send a tensor to the rank so many places after this one, and receive one from as many before.
 
-    For every torch.
+    What `batch_isend_irecv` ends in, whose Python takes three times as long as the rest. For every torch.
     """
-    rank, size = group.rank(), group.size()
-    operations = [
-        dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + distance) % size),
-        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - distance) % size),
-    ]
-    return dist.batch_isend_irecv(operations)
+    rank, size, device = group.rank(), group.size(), sent.device
+    together = device.type != "cpu" and type(group) is dist.ProcessGroup and _backend(group, device).supports_coalescing
+    if together:
+        group._start_coalescing(device)
+    works = [group.send([sent], (rank + distance) % size, 0), group.recv([received], (rank - distance) % size, 0)]
+    return [group._end_coalescing(device)] if together else works
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:

@@ -60,6 +60,12 @@ class EntryStep:
     step: Move
     place: str = ""
     joint: Joint | None = None
+    move: Move = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Take the step itself, or by way of the products."""
+        joint = self.joint
+        object.__setattr__(self, "move", self.step if joint is None else functools.partial(joint, step=self.step))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,11 @@ class ExitStep:
     path: tuple[str | int, ...]
     step: Move
     place: str = ""
+
+    @property
+    def move(self) -> Move:
+        """The step."""
+        return self.step
 
 
 @dataclass(slots=True)
@@ -197,9 +208,7 @@ class ModuleRuntime:
     def _told(self, step: EntryStep | ExitStep) -> Move:
         if is_traced():
             return step.step
-        joint = step.joint if isinstance(step, EntryStep) else None
-        move = step.step if joint is None else functools.partial(joint, step=step.step)
-        return telling(move, step.place) if self.handed_out.profiled else move
+        return telling(step.move, step.place) if self.handed_out.profiled else step.move
 
 
 Step = TypeVar("Step", EntryStep, ExitStep)

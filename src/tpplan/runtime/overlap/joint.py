@@ -15,7 +15,7 @@ Whoever else reads it, finds it whole, and its gradient counts: nothing is assum
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,15 +52,13 @@ class JointLayer:
     bias: Reader | None
     transposed: bool
 
-    def read(self) -> tuple[Tensor, Tensor | None]:
-        """This rank's parts of weight and bias."""
+    def read(self) -> tuple[object, Tensor, Tensor | None] | None:
+        """The weight, and this rank's parts of it and of the bias; None if FSDP holds the weight cut until the call."""
         own: dict[str, Any] = own_parameters(self.module)
-        return self.weight(own["weight"]), None if self.bias is None else self.bias(own["bias"])
-
-    def is_cut(self) -> bool:
-        """Whether FSDP holds the weight cut, until the layer itself is called."""
-        weight = own_parameters(self.module)["weight"]
-        return isinstance(weight, DTensor) and len(weight.placements) > 1
+        weight = own["weight"]
+        if isinstance(weight, DTensor) and len(weight.placements) > 1:
+            return None
+        return weight, self.weight(weight), None if self.bias is None else self.bias(own["bias"])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,6 +86,11 @@ class Joint:
     groups: tuple[int, ...]
     grouped: int
     handed_out: HandedOut
+    back: Communicator = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Take the same ranks for the backward."""
+        object.__setattr__(self, "back", of_backward(self.axis))
 
     def __call__(self, tensor: Tensor, step: Move) -> Tensor:
         """The reshard of `tensor`, and the products of its result; by `step` alone where nothing is to be hidden."""
@@ -96,27 +99,29 @@ class Joint:
             return step(tensor)
         if tensor.dim() < 2 or tensor.is_complex() or not runs_as_written():
             return step(tensor)
-        if any(member.is_cut() for member in self.members):
-            return step(tensor)
-        held = [member.read() for member in self.members]
-        if any(weight.dtype is not tensor.dtype for weight, _ in held):
-            return step(tensor)
-        flat = [part for weight, bias in held for part in (weight, bias)]
+        parameters: list[object] = []
+        flat: list[Tensor | None] = []
+        for member in self.members:
+            held = member.read()
+            if held is None or held[1].dtype is not tensor.dtype:
+                return step(tensor)
+            parameters.append(held[0])
+            flat += held[1:]
         apply = _apply_joint if records else _JointProducts.compute
         with without_function_modes():
             whole, *products = apply(self, hides, tensor, *flat)
-            for member, (weight, _), made in zip(self.members, held, products, strict=True):
-                parameter = own_parameters(member.module)["weight"]
-                self.handed_out.made[member.module] = (whole, _version(whole), parameter, _version(weight), made)
+            read, products_of = _version(whole), self.handed_out.made
+            for member, parameter, weight, made in zip(self.members, parameters, flat[::2], products, strict=True):
+                products_of[member.module] = (whole, read, parameter, _version(weight), made)
         return whole
 
     def product_of(self, module: nn.Module, input: Tensor, weight: Tensor | None) -> Tensor | None:
         """What a layer makes of `input`, if it is made already: of that very tensor and weight, as they are."""
         found = self.handed_out.made.pop(module, None)
-        if found is None or weight is None:
+        if found is None or weight is None or input is not found[0]:
             return None
         whole, read, parameter, written, made = found
-        if input is not whole or own_parameters(module)["weight"] is not parameter:
+        if own_parameters(module)["weight"] is not parameter:
             return None
         with without_function_modes():
             return made if _version(whole) == read and _version(weight) == written else None
@@ -127,7 +132,7 @@ class Joint:
         return bool(self.units) and rows >= max(self.least, 1)
 
 
-def _version(tensor: Tensor) -> int:
+def _version(tensor: Any) -> int:
     """How often a tensor was written to; of those that are made for inference nobody knows."""
     return -1 if tensor.is_inference() else tensor._version
 
@@ -147,21 +152,17 @@ class _JointProducts(torch.autograd.Function):
     @staticmethod
     def compute(joint: Joint, hides: bool, tensor: Tensor, *held: Tensor | None) -> tuple[Tensor, ...]:
         """The results, of a tensor, and of weight and bias of each layer."""
-        layers = list(zip(held[::2], held[1::2], (m.transposed for m in joint.members), strict=True))
-
-        def work(part: Tensor, first: int, last: int | None = None) -> list[Tensor]:
-            return [product(part, *layer) for layer in layers[first:last]]  # pyright: ignore
-
+        layers: list[Any] = [*zip(held[::2], held[1::2], [member.transposed for member in joint.members], strict=True)]
         if joint.dim is None:
-            return tensor.detach(), *work(tensor, 0)
-        grouped, products = joint.grouped if hides else 0, list[Tensor]()
-        if hides:
-            whole, products = gather_with(
-                joint.axis, tensor, joint.dim, joint.groups, lambda part: work(part, 0, grouped)
-            )
-        else:
+            return tensor.detach(), *[product(tensor, *layer) for layer in layers]
+        if not hides:
             whole = joint.axis.all_gather(tensor, joint.dim)
-        return whole, *products, *work(whole, grouped)
+            return whole, *[product(whole, *layer) for layer in layers]
+        early, late = layers[: joint.grouped], layers[joint.grouped :]
+        whole, products = gather_with(
+            joint.axis, tensor, joint.dim, joint.groups, lambda part: [product(part, *layer) for layer in early]
+        )
+        return whole, *products, *[product(whole, *layer) for layer in late]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -175,34 +176,42 @@ class _JointProducts(torch.autograd.Function):
         joint: Joint = ctx.joint
         kept, *weights = ctx.saved_tensors
         _, _, wants_input, *wanted = ctx.needs_input_grad
-        axis = of_backward(joint.axis)
         arriving: Waiting | None = None
         if ctx.again and any(wanted[::2]):
-            arriving = begin(axis, Collective.ALL_GATHER, kept, joint.dim or 0)
+            arriving = begin(joint.back, Collective.ALL_GATHER, kept, joint.dim or 0)
+        flat = [None if gradient is None else gradient.flatten(0, -2) for gradient in gradients]
         under_way: Waiting | None = None
         if wants_input:
-            total = of_whole
-            for gradient, weight, member in zip(gradients, weights, joint.members, strict=True):
-                if gradient is not None:
-                    term = gradient @ (weight.t() if member.transposed else weight)
-                    total = term if total is None else total + term if total is of_whole else total.add_(term)
+            total: Tensor | None = None
+            for made, weight, member in zip(flat, weights, joint.members, strict=True):
+                if made is None:
+                    continue
+                matrix = weight.t() if member.transposed else weight
+                if total is not None:
+                    total.addmm_(made, matrix)
+                elif of_whole is not None:
+                    total = torch.addmm(of_whole.flatten(0, -2), made, matrix)
+                else:
+                    total = torch.mm(made, matrix)
+            if total is None and of_whole is not None:
+                total = of_whole.flatten(0, -2).clone()
             if total is not None:
-                own = total.clone() if total is of_whole else total
+                like = next(held for held in (of_whole, *gradients) if held is not None)
+                own = total.view(*like.shape[:-1], total.shape[-1])
                 way = Collective.ALL_REDUCE if joint.dim is None else Collective.REDUCE_SCATTER
-                under_way = begin(axis, way, own.contiguous(), joint.dim or 0)
+                under_way = begin(joint.back, way, own, joint.dim or 0)
                 if not ctx.hides:
                     done = under_way()
                     under_way = lambda: done  # noqa: E731
         whole = kept if arriving is None else arriving()
         rows = whole.flatten(0, -2) if any(wanted[::2]) else None
         found: list[Tensor | None] = []
-        for gradient, member, bias, wants in zip(gradients, joint.members, ctx.biases, wanted[::2], strict=True):
+        for made, member, bias, wants in zip(flat, joint.members, ctx.biases, wanted[::2], strict=True):
             found += [None, None]
-            if gradient is None:
+            if made is None:
                 continue
-            made = gradient.flatten(0, -2)
             if wants and rows is not None:
-                found[-2] = rows.t() @ made if member.transposed else made.t() @ rows
+                found[-2] = torch.mm(rows.t(), made) if member.transposed else torch.mm(made.t(), rows)
             if bias and wanted[len(found) - 1]:
                 found[-1] = made.sum(0)
         return None, None, None if under_way is None else under_way(), *found

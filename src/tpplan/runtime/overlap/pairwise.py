@@ -51,14 +51,16 @@ def gather_with(
         arriving = [swap(own, distance) for distance in range(1, size)]
         first = 0
         for group in groups:
-            sources = [(rank - distance) % size for distance in range(first, first + group)]
-            for distance, source in enumerate(sources, first):
-                if distance:
-                    parts[source] = arriving[distance - 1]()
-            results = work(torch.cat([parts[source] for source in sources], dim) if group > 1 else parts[sources[0]])
-            pieces = [result.chunk(group, dim) for result in results]
-            for place, source in enumerate(sources):
-                made[source] = [piece[place] for piece in pieces]
+            for distance in range(max(first, 1), first + group):
+                parts[rank - distance] = arriving[distance - 1]()
+            if group == 1:
+                made[rank - first] = work(parts[rank - first])
+            else:
+                places = [rank - distance for distance in range(first, first + group)]
+                results = work(torch.cat([parts[place] for place in places], dim))
+                pieces = zip(*[result.chunk(group, dim) for result in results], strict=True)
+                for place, each in zip(places, pieces, strict=True):
+                    made[place] = each
             first += group
     return torch.cat(parts, dim), [torch.cat(each, dim) for each in zip(*made, strict=True)]
 
@@ -76,14 +78,14 @@ def scatter_with(axis: Communicator, dim: int, groups: Sequence[int], work: Call
     if not (isinstance(axis, ProcessGroupCommunicator) and axis.begins):
         return axis.reduce_scatter(work(list(range(size))), dim)
     arriving: list[Waiting] = []
-    made: list[Tensor] = []
+    made: Sequence[Tensor] = []
     with axis.pairwise(Collective.REDUCE_SCATTER) as swap:
         first = 1
         for group in groups:
             distances = range(first, first + group)
-            terms = work([(rank + distance) % size for distance in distances]).chunk(group, dim)
-            made = [*terms]
-            arriving += [swap(term.contiguous(), d) for term, d in zip(terms, distances, strict=True) if d < size]
+            terms = work([(rank + distance) % size for distance in distances])
+            made = terms.chunk(group, dim) if group > 1 else (terms,)
+            arriving += [swap(term.contiguous(), d) for term, d in zip(made, distances, strict=True) if d < size]
             first += group
         total = made[-1] + arriving[0]()  # a tensor of its own, which callers may write to
         for wait in arriving[1:]:
@@ -91,24 +93,27 @@ def scatter_with(axis: Communicator, dim: int, groups: Sequence[int], work: Call
     return total.contiguous()
 
 
-def sum_with(axis: Communicator, whole: Tensor, groups: Sequence[int], work: Callable[[slice, Tensor], object]) -> None:
+def sum_with(
+    axis: Communicator, whole: Tensor, given: Tensor, groups: Sequence[int], work: Callable[[Tensor, Tensor], object]
+) -> None:
     """The ranks' sum, in the place of this rank's terms; some rows are summed while others are made.
 
     Args:
         axis: the ranks.
         whole: to write to, contiguous; as long as on each other rank.
+        given: what it is made of, row by row.
         groups: the shares of its rows that are made at a time, in order.
-        work: makes the terms of some rows, in these.
+        work: makes the terms of some rows of `given`, in those of `whole`.
     """
-    rows, shares, first, arriving = whole.shape[0], sum(groups), 0, list[tuple[Tensor, Waiting]]()
+    arriving: list[tuple[Tensor, Waiting]] = []
     if not (isinstance(axis, ProcessGroupCommunicator) and axis.begins):
-        groups = (shares,)
-    for last in accumulate(groups):
-        part = slice(first * rows // shares, last * rows // shares)
-        made = whole[part]
+        groups = (sum(groups),)
+    rows, shares = whole.shape[0], sum(groups)
+    ends = [last * rows // shares for last in accumulate(groups)]
+    lengths = [end - start for start, end in zip((0, *ends[:-1]), ends, strict=True)]
+    for part, made in zip(given.split_with_sizes(lengths), whole.split_with_sizes(lengths), strict=True):
         work(part, made)
         arriving.append((made, begin(axis, Collective.ALL_REDUCE, made)))
-        first = last
     for made, wait in arriving:
         total = wait()
         if total is not made:

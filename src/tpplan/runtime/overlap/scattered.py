@@ -9,7 +9,7 @@ backward   dX = dY Wᵀ of some parts of dY is made while others travel; then dW
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,11 @@ class Scattered:
     transposed: bool
     least: int
     groups: tuple[int, ...]
+    back: Communicator = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Take the same ranks for the backward."""
+        object.__setattr__(self, "back", of_backward(self.axis))
 
     def __call__(self, input: Tensor, weight: Tensor) -> Tensor | None:
         """This rank's part of the sum; None where the layer has to run as without."""
@@ -68,8 +73,8 @@ class Scattered:
         if self.dim is None:
             rows, matrix = input.flatten(0, -2), weight if self.transposed else weight.t()
             whole = input.new_empty((*input.shape[:-1], matrix.shape[1]))
-            groups = self.groups[: rows.shape[0]]
-            sum_with(self.axis, whole.flatten(0, -2), groups, lambda part, made: torch.mm(rows[part], matrix, out=made))
+            terms, groups = whole.flatten(0, -2), self.groups[: rows.shape[0]]
+            sum_with(self.axis, terms, rows, groups, lambda part, made: torch.mm(part, matrix, out=made))
             return whole
         dim = self.dim
         parts = input.chunk(self.axis.size, dim)
@@ -99,18 +104,19 @@ class _Scattered(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         _, wants_input, wants_weight = ctx.needs_input_grad
 
-        def work(part: Tensor) -> list[Tensor]:
-            return [part @ (weight.t() if layer.transposed else weight)] if wants_input else []
+        def work(part: Tensor) -> tuple[Tensor, ...]:
+            return (part @ (weight.t() if layer.transposed else weight),) if wants_input else ()
 
         if layer.dim is None:
-            whole, made = gradients[0], work(gradients[0])
+            whole = gradients[0]
+            made = work(whole)
         else:
             with at_place(ctx.place):
-                whole, made = gather_with(of_backward(layer.axis), gradients[0], layer.dim, layer.groups[::-1], work)
+                whole, made = gather_with(layer.back, gradients[0], layer.dim, layer.groups[::-1], work)
         of_weight = None
         if wants_weight:
             rows, given = whole.flatten(0, -2), input.flatten(0, -2)
-            of_weight = given.t() @ rows if layer.transposed else rows.t() @ given
+            of_weight = torch.mm(given.t(), rows) if layer.transposed else torch.mm(rows.t(), given)
         return None, made[0] if made else None, of_weight
 
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import NoReturn, Protocol, Self, cast
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NoReturn, Protocol, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tpplan.compat.dynamo import is_traced
+from tpplan.compat.modes import is_profiled
 from tpplan.compat.process_groups import (
     begun,
     collectives_without_dispatch,
@@ -32,6 +33,8 @@ from tpplan.compiler.ir.layout import Collective
 from tpplan.runtime.ranks.faults import lost_rank
 from tpplan.runtime.ranks.one_shot import SharedMemory, share_memory
 from tpplan.runtime.ranks.profiled import named_range
+
+Held = TypeVar("Held")
 
 
 class Communicator(Protocol):
@@ -244,8 +247,7 @@ class ProcessGroupCommunicator:
 
         return wait
 
-    @contextmanager
-    def pairwise(self, collective: Collective) -> Generator[Callable[[Tensor, int], Callable[[], Tensor]]]:
+    def pairwise(self, collective: Collective) -> AbstractContextManager[Callable[[Tensor, int], Callable[[], Tensor]]]:
         """A block that exchanges tensors in pairs of ranks, in place of a collective.
 
         What it gives sends a tensor to the rank so many places after this one, begins to receive one like it from the
@@ -262,7 +264,7 @@ class ProcessGroupCommunicator:
 
             def wait() -> Tensor:
                 try:
-                    with self._named(f"wait for {name}"):
+                    with self._named("wait for " + name):
                         for work in works:
                             work.wait()
                 except RuntimeError as error:
@@ -271,8 +273,7 @@ class ProcessGroupCommunicator:
 
             return wait
 
-        with self._named(name):
-            yield swap
+        return _within(self._named(name), swap) if is_profiled() else nullcontext(swap)
 
     def _named(self, collective: str) -> AbstractContextManager[object]:
         return named_range(collective, self.adjoint, self.place)
@@ -321,6 +322,12 @@ class _Direct(ProcessGroupCommunicator):
     def _meet(self, device: torch.device) -> None:
         self._reduce, self._gather_here = collectives_without_dispatch(self.group, device)
         self._device = device
+
+
+@contextmanager
+def _within(around: AbstractContextManager[object], held: Held) -> Generator[Held]:
+    with around:
+        yield held
 
 
 def described(name: str, tensor: Tensor, place: str, any_rows: bool = False) -> str:

@@ -30,9 +30,13 @@ class _Told(threading.local):
 _told = _Told()
 
 
-@contextmanager
-def at_place(place: str) -> Generator[None]:
+def at_place(place: str) -> AbstractContextManager[object]:
     """A block that serves a place; "" for none that is known."""
+    return _NOTHING if place == _told.place else _at_place(place)
+
+
+@contextmanager
+def _at_place(place: str) -> Generator[None]:
     before, _told.place = _told.place, place
     try:
         yield
