@@ -1,4 +1,6 @@
-"""What halves of a batch in turns would hide of a block's all-reduces, by the cost model: `python -m tests.cost.half_batches`.
+"""What halves of a batch in turns would hide of a block's all-reduces, by the cost model.
+
+`python -m tests.cost.half_batches` prints the table of docs/decisions/059-what-overlap-leaves.md.
 
 Two streams and a link. A half runs up to the sum that it begins, then the other; a sum is waited for when the half that
 reads it has its turn. What smaller kernels take longer, and what is written more, counts against what is hidden:

@@ -248,13 +248,13 @@ _WITHOUT = {
     OverlapUnit.GATHER_LINEAR: "no all-gather stands before linear layers",
     OverlapUnit.LINEAR_REDUCE: "no linear layer's result is summed where the layer ends",
     OverlapUnit.WEIGHT_GRADIENT: "no all-reduce stands behind the gradient of an input of linear layers",
-    OverlapUnit.HALF_BATCHES: "halves of a batch aren't computed in turns by this version",
+    OverlapUnit.HALF_BATCHES: "halves of a batch aren't computed in turns, which would hide no more than the other units",
 }
 _INSTEAD = {
     OverlapUnit.GATHER_LINEAR: "remove it, or give the norms before these layers the style `sequence`",
     OverlapUnit.LINEAR_REDUCE: "remove it, or give the layer the style `rowwise`",
     OverlapUnit.WEIGHT_GRADIENT: "remove it; where a sequence is split, `gather_linear` hides the sum of that gradient",
-    OverlapUnit.HALF_BATCHES: "remove it; `weight_gradient` hides the all-reduces of the backward",
+    OverlapUnit.HALF_BATCHES: "remove it; `linear_reduce` and `weight_gradient` hide all-reduces of whole batches",
 }
 
 
