@@ -297,7 +297,7 @@ def _looked_through(kinds: set[type], model: nn.Module) -> _Noted:
     """What stands in the spaces of classes and hooks; looked through once in a block of `same_files`."""
     hooks = [*global_hooks(), *(hook for _, module in named_modules(model) for hook in hooks_of(module))]
     held = [h for _, module in named_modules(model) for h in vars(module).values() if type(h) is FunctionType]
-    called = [each for each in map(_plain_function, (*held, *hooks)) if _home(each).partition(".")[0] not in _OURS]
+    called = [each for each in map(_plain_function, (*held, *hooks)) if not _is_ours(each)]
     code: set[object] = {f.__code__ if isinstance(f, FunctionType) else type(f) for f in called}
     key = (frozenset(kinds), frozenset(code), len(sys.modules))
     known = {} if _known.noted is None else _known.noted
@@ -326,7 +326,7 @@ def _spaces(kinds: set[type], called: Sequence[Any]) -> Iterator[tuple[str, Spac
         yield f"{kind.__module__}.{kind.__qualname__}", Space(kind)
     waiting = [kind.__module__ for kind in kinds]
     packages = {name.partition(".")[0] for name in waiting}
-    waiting += map(_home, called)
+    waiting += filter(None, map(_home, called))
     seen: dict[str, ModuleType] = {}
     inner: set[str] = set()
     while waiting or (waiting := [*_asked_for(inner, [*kinds, *called], seen)]):
@@ -384,9 +384,13 @@ def _plain_function(held: Any) -> Any:
     return getattr(held, "__func__", held)
 
 
-def _home(function: Any) -> str:
-    """The module of Python in which a function, or the class of an object that is called, is written."""
+def _home(function: Any) -> str | None:
+    """The module of Python in which a function, or the class of an object that is called, is written, if any is."""
     return (function if isinstance(function, FunctionType) else type(function)).__module__
+
+
+def _is_ours(function: Any) -> bool:
+    return (_home(function) or "").partition(".")[0] in _OURS
 
 
 @functools.cache
