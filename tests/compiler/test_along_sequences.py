@@ -48,8 +48,48 @@ def test_the_rule_of_the_body_is_named_and_without_it_all_is_well(body: str) -> 
     rules = {"embedding": "vocab", "mid": "sequence", "up": "colwise", "down": "rowwise"}
     with pytest.raises(tpplan.CompileError) as caught:
         tpplan.compile_plan(Net(body), {"version": 1, "modules": rules}, 2, (IDS,))
-    for found in caught.value.diagnostics:
-        assert (found.code, found.subject) == ("TP107", "mid")
-        assert "on a part of the sequence" in found.message and "remove the rule for `mid`" in (found.help or "")
+    (found,) = caught.value.diagnostics
+    assert (found.code, found.subject) == ("TP107", "mid")
+    assert "on a part of the sequence" in found.message and "remove the rule for `mid`" in (found.help or "")
     del rules["mid"]
     tpplan.compile_plan(Net(body), {"version": 1, "modules": rules}, 2, (IDS,))
+
+
+class Projected(Mid):
+    """A body that reads other positions, and then splits features."""
+
+    def __init__(self, body: str) -> None:
+        super().__init__(body)
+        self.q, self.o = nn.Linear(8, 32), nn.Linear(16, 8)
+
+    def forward(self, z: Tensor) -> Tensor:
+        q, k = self.q(BODIES[self.body](z)).chunk(2, -1)
+        return self.o(q * k)
+
+
+PACKED = {"style": "colwise", "packed": ["q", "k"]}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_it_is_named_beside_rules_inside_of_the_body(body: str) -> None:
+    net = Net(body)
+    net.mid = Projected(body)
+    inside = {"mid.q": PACKED, "mid.o": "rowwise"}
+    rules = {"embedding": "vocab", "mid": "sequence", "up": "colwise", "down": "rowwise", **inside}
+    with pytest.raises(tpplan.CompileError) as caught:
+        tpplan.compile_plan(net, {"version": 1, "modules": rules}, 2, (IDS,))
+    (found,) = caught.value.diagnostics
+    assert (found.code, found.subject) == ("TP107", "mid")
+    assert "remove the rule for `mid`" in (found.help or "") and str(found.notes[0]).startswith("in `mid`, at ")
+    del rules["mid"]
+    tpplan.compile_plan(net, {"version": 1, "modules": rules}, 2, (IDS,))
+
+
+def test_a_split_of_features_inside_is_at_fault_by_itself() -> None:
+    net = Net("roll")
+    net.mid = Projected("roll")
+    net.mid.forward = lambda z: net.mid.o(net.mid.q(z).cumsum(-1)[..., :16])
+    rules = {"embedding": "vocab", "mid": "sequence", "mid.q": "colwise", "mid.o": "rowwise"}
+    with pytest.raises(tpplan.CompileError) as caught:
+        tpplan.compile_plan(net, {"version": 1, "modules": rules}, 2, (IDS,))
+    assert not any("part of the sequence" in found.message for found in caught.value.diagnostics)

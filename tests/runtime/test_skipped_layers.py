@@ -212,6 +212,7 @@ def test_a_generator_of_the_model_s_own_is_refused(draw: Any) -> None:
 def test_ranks_that_would_skip_other_layers_are_told_so() -> None:
     for told in world(2).run(_apart):
         assert told.startswith("TP192 different-inputs: ") and "the state of Python's `random`" in told
+        assert "`random.seed(seed)`" in told
 
 
 def _apart(member: Member) -> str:

@@ -23,7 +23,7 @@ from tpplan.compat.pipelines import wants_shapes_alone
 from tpplan.compiler.ir.program import Program, dtype_name
 from tpplan.compiler.ir.pytree import leaves
 from tpplan.compiler.ir.trace import Path
-from tpplan.compiler.trace.chance import states
+from tpplan.compiler.trace.chance import NUMPY, PYTHON, states
 from tpplan.plan import TpplanError
 from tpplan.runtime.ranks.lockstep import Facts
 from tpplan.runtime.ranks.watched_boundaries import checksum
@@ -91,13 +91,16 @@ def refuse_different(every: Sequence[Facts]) -> None:
                 "TP192",
                 f"ranks 0 and {rank} of the axis, which share one model, were called with different arguments: "
                 f"`{name}` {how}",
-                help=_SEED if name.startswith((RANDOM_STATE, _STATE_OF)) else _BATCHES,
+                help=_seed(name) if name.startswith((RANDOM_STATE, _STATE_OF)) else _BATCHES,
             )
 
 
-_SEED = (
-    "seed all ranks of the axis alike before the call: `torch.manual_seed(seed)`, of which they draw the same numbers"
-)
+def _seed(state: str) -> str:
+    seeds = {PYTHON: "random.seed(seed)", NUMPY: "numpy.random.seed(seed)"}
+    seed = seeds.get(state.removeprefix(_STATE_OF), "torch.manual_seed(seed)")
+    return f"seed all ranks of the axis alike before the call: `{seed}`, of which they draw the same numbers"
+
+
 _BATCHES = (
     "give all ranks of the axis the same batches (the same order, seeds and random masks); only ranks on other axes of "
     "the mesh get batches of their own"

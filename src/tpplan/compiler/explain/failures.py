@@ -26,18 +26,21 @@ from tpplan.compiler.trace.backward import REENTRANT
 from tpplan.ops.declared import registering, rule_of
 from tpplan.plan import Diagnostic, Pin, Style
 
+_ALONG = "can't run on a part of the sequence"
 _REENTERED = "pass `use_reentrant=False`, with which autograd sees all that the checkpoint calls; or "
 
 
 def with_one_cause(findings: list[Diagnostic]) -> list[Diagnostic]:
     """Without what follows from a write in place: operations of the same body that meet the same shards.
 
-    Nor what follows from a weight that can't be computed; of its steps the first that can't be made counts.
+    Nor what follows from a weight that can't be computed; of its steps the first that can't be made counts. Nor what
+    a `sequence` rule does to further operations of a body, of which the first counts.
     """
     written = {(found.subject, found.span) for found in findings if found.code == "TP113"}
     findings = [found for found in findings if found.code != "TP107" or (found.subject, found.span) not in written]
     computed = {found.subject: found for found in reversed(findings) if found.code == "TP112"}
-    return [found for found in findings if computed.get(found.subject, found) is found]
+    along = {found.subject: found for found in reversed(findings) if _ALONG in found.message}
+    return [found for found in findings if (computed | along).get(found.subject, found) is found]
 
 
 def instance_at(instance: Instance, path: tuple[int, ...]) -> Instance:
@@ -71,13 +74,17 @@ def _experts_around(module: str, binding: Binding, size: int) -> Bound | None:
     return None
 
 
-def _sequence_around(module: str, binding: Binding) -> Bound | None:
-    """The `sequence` rule for a module, or for the nearest around it, if nothing inside of that is split otherwise."""
+def _sequence_around(here: Instance, operand: int, trace: Trace, binding: Binding) -> Bound | None:
+    """The `sequence` rule for a module, or for the nearest around it, if that is all that an operand is split by."""
+    module = here.frame.module
     while module and module not in binding.modules:
         module = module.rpartition(".")[0]
     bound = binding.modules.get(module)
-    alone = not any(name.startswith(f"{module}.") for name in binding.modules)
-    return bound if bound is not None and bound.style is Style.SEQUENCE and alone else None
+    if bound is None or bound.style is not Style.SEQUENCE:
+        return None
+    entries = (crossing.target for f in trace.root.walk() if f.module == module for crossing in f.entries)
+    inside = Origins(DataFlow(trace), binding).rule_behind(here.values[operand], up_to=frozenset(entries))
+    return bound if inside is None else None
 
 
 def _of_placement(here: Instance, failure: Failure, trace: Trace, binding: Binding, size: int) -> Diagnostic:
@@ -92,10 +99,10 @@ def _of_placement(here: Instance, failure: Failure, trace: Trace, binding: Bindi
     if refusal.kind == "pin" or not isinstance(node, OperationNode):
         return _pin(here, refusal, bound, binding, size)
     split = _sharded_operand(here.region, node, refusal)
-    along = _sequence_around(here.frame.module, binding)
-    if along is not None and split is not None:
+    along = None if split is None else _sequence_around(here, split[0], trace, binding)
+    if along is not None:
         return _finding("TP107", along, module, node.location,
-            f"the body of {module} can't run on a part of the sequence: {node.name} {refusal.reason}",
+            f"the body of {module} {_ALONG}: {node.name} {refusal.reason}",
             f"remove the rule for `{along.name}`{_line(along)}, so that it gets the whole sequence",
             _operands(here.region, refusal),
         )  # fmt: skip

@@ -6,7 +6,7 @@ out: for a value, the rules whose sharded parameters it descends from; for a res
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,12 +51,15 @@ class Origins:
             value = self._flow.source[value]
         return value
 
-    def rule_behind(self, value: int, layouts: Mapping[int, Layout] | None = None) -> Bound | None:
+    def rule_behind(
+        self, value: int, layouts: Mapping[int, Layout] | None = None, up_to: Collection[int] = ()
+    ) -> Bound | None:
         """The nearest rule that sharded a parameter which `value` was computed from.
 
-        With `layouts`, only operands that are themselves not replicated are followed back from `value`.
+        With `layouts`, only operands that are themselves not replicated are followed back from `value`. Nothing behind
+        the values `up_to` counts.
         """
-        owners = (self._owner(current) for current in self._back_from(value, layouts))
+        owners = (self._owner(current) for current in self._back_from(value, layouts, up_to))
         return next((bound for bound in owners if bound is not None), None)
 
     def cause_behind(self, value: int) -> Cause | None:
@@ -70,8 +73,10 @@ class Origins:
                 return self._pins()[current]
         return None
 
-    def _back_from(self, value: int, layouts: Mapping[int, Layout] | None = None) -> Iterator[int]:
-        """A value and what it was computed from, nearest first; nothing lies behind a parameter."""
+    def _back_from(
+        self, value: int, layouts: Mapping[int, Layout] | None = None, up_to: Collection[int] = ()
+    ) -> Iterator[int]:
+        """A value and what it was computed from, nearest first; nothing lies behind a parameter, or those of `up_to`."""
         seen: set[int] = set()
         queue = [value]
         while queue:
@@ -84,7 +89,7 @@ class Origins:
             if whole and current != value and not is_parameter:
                 continue
             yield current
-            if is_parameter:
+            if is_parameter or current in up_to:
                 continue
             if current in self._flow.source:
                 queue.append(self._flow.source[current])
