@@ -152,7 +152,13 @@ def suggest_text(
         return found_text(stock, tp, sequence_parallel, inputs, training=training)
 
 
-@takes(model=MODEL, mesh=MESH, tp=optional(RANKS), broadcast=FLAG, partial=FLAG)
+def _tell(given: dict[str, Any], error: Exception) -> None:
+    mesh, model = given.get("mesh"), given["model"]
+    plan, _ = known_plan(given["plan"], model if MODEL.fits(model) else None, axis_name(mesh))
+    agree(axis_mesh(mesh, None if plan is None else plan.axis, given.get("tp")).get_group(), None, error)
+
+
+@takes(_tell, model=MODEL, mesh=MESH, tp=optional(RANKS), broadcast=FLAG, partial=FLAG)
 def parallelize(
     model: nn.Module,
     plan: AskedPlan,
@@ -243,7 +249,11 @@ def _parallelize(
     make_process_changes(group)
 
 
-@takes(stages=STAGES, mesh=AXIS)
+def _tell_stages(given: dict[str, Any], error: Exception) -> None:
+    agree(given["mesh"].get_group(), None, error)
+
+
+@takes(_tell_stages, stages=STAGES, mesh=AXIS)
 def check_stages(stages: nn.Module | Collection[nn.Module], plan: AskedPlan, mesh: DeviceMesh | None = None) -> None:
     """Raise if a pattern of a plan matches in none of the parts of a model.
 

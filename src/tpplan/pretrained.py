@@ -74,7 +74,14 @@ class _Ready:
     digests: Mapping[str, str]
 
 
+def _tell(given: Mapping[str, Any], error: Exception) -> None:
+    known, _ = _known_plan(given.get("plan", AUTO), False)
+    here = axis_mesh(given.get("mesh"), known.axis if known else None, given.get("tp"))
+    AgreeingRanks(nn.Module(), here).settle(str(given["folder"]), None, (), error)
+
+
 @takes(
+    _tell,
     folder=FOLDER,
     mesh=MESH,
     dtype=DTYPE_OR_NAME,

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,8 @@ from tpplan.checkpoint.stored import alike
 from tpplan.checkpoint.told_bytes import Progress, shown
 from tpplan.checkpoint.wanted import Match, Wanted, match
 from tpplan.compat.dtensors import local_of
-from tpplan.plan import ArgumentError, Diagnostic, Severity
-from tpplan.plan.taken import FLAG, FOLDER, PROGRESS, TEXTS, optional, refusal, takes
+from tpplan.plan import Diagnostic, Severity
+from tpplan.plan.taken import FLAG, FOLDER, PROGRESS, TEXTS, optional, takes
 from tpplan.plan.warned import warn_user
 from tpplan.runtime.compiled.compiled_before import bare
 from tpplan.runtime.parameters.distribute import device_of_mesh
@@ -91,7 +92,11 @@ class _LoadJob:
     meter: Meter
 
 
-@takes(model=MODEL, source=FOLDER, strict=FLAG, progress=PROGRESS)
+def _tell(given: Mapping[str, Any], error: Exception) -> None:
+    AgreeingRanks(without_replicas(given["model"])).settle(str(given["source"]), None, (), error)
+
+
+@takes(_tell, model=MODEL, source=FOLDER, rename=optional(TEXTS), strict=FLAG, progress=PROGRESS)
 def load_weights(
     model: nn.Module,
     source: str | os.PathLike[str],
@@ -139,9 +144,6 @@ def load_weights(
     return model
 
 
-_RENAMINGS = optional(TEXTS)
-
-
 def load(
     model: nn.Module,
     source: str | os.PathLike[str] | Opened,
@@ -156,8 +158,6 @@ def load(
     job: _LoadJob | None = None
     error: Exception | None = None  # whatever a rank fails with, the others must not wait for it
     try:
-        if not _RENAMINGS.fits(rename):
-            raise ArgumentError(f"load_weights: {refusal('rename', _RENAMINGS, rename)}")
         opened = source if isinstance(source, Opened) else open_checkpoint(model, source, rename)
         job = _prepared(model, opened, strict, ranks)
     except Exception as raised:

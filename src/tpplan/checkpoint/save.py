@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -29,7 +30,14 @@ from tpplan.taken_models import MODEL
 FILE_BYTES = 5 * 1024**3
 
 
-@takes(model=MODEL, folder=FOLDER, file_bytes=WHOLE, progress=PROGRESS)
+def _tell(given: Mapping[str, Any], error: Exception) -> None:
+    def refuse() -> None:
+        raise error
+
+    Ranks(str(given["folder"])).together(refuse)
+
+
+@takes(_tell, model=MODEL, folder=FOLDER, file_bytes=WHOLE, progress=PROGRESS)
 def save_weights(
     model: nn.Module,
     folder: str | os.PathLike[str],

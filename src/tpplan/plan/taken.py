@@ -13,6 +13,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, ParamSpec, TypeVar, cast
 
@@ -43,8 +44,15 @@ class ArgumentKind:
     way_out: Callable[[Any], str] = _nothing
 
 
-def takes(**kinds: ArgumentKind) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def takes(
+    tell: Callable[[dict[str, Any], ArgumentError], object] | None = None, /, **kinds: ArgumentKind
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator of a function whose arguments of these names are checked when it's called.
+
+    Args:
+        tell: of a function that ranks call together: lets those know that wait for this one. It gets what arrived, and
+            the error.
+        kinds: what the arguments may be.
 
     Raises:
         ArgumentError: by the function; one of the arguments is something else.
@@ -61,7 +69,10 @@ def takes(**kinds: ArgumentKind) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 raise ArgumentError(f"{function.__name__}: {error}; it takes {_shown(signature)}") from None
             for name, kind in kinds.items():
                 if name in given and not kind.fits(given[name]):
-                    raise ArgumentError(f"{function.__name__}: {refusal(name, kind, given[name])}")
+                    error = ArgumentError(f"{function.__name__}: {refusal(name, kind, given[name])}")
+                    with suppress(Exception):  # which has that error in it, or can't tell who the others are
+                        _ = tell and tell(given, error)
+                    raise error
             return function(*args, **kwargs)
 
         checked.taken = kinds  # type: ignore[attr-defined]  # for whoever asks what it takes

@@ -234,4 +234,4 @@ def own_generators(holders: Iterable[tuple[str, Mapping[str, Any]]]) -> list[tup
     ]
 
 
-__all__ = ["TORCH", "DrawObserver", "own_generators", "states"]
+__all__ = ["NUMPY", "PYTHON", "TORCH", "DrawObserver", "own_generators", "states"]
