@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from tpplan.bench import (
+    BENCHMARKS,
     alternative_ranks,
     compile_time,
     decode,
@@ -30,7 +31,7 @@ from tpplan.bench.plots_page import html_of
 from tpplan.bench.rank_processes import peak_mib
 from tpplan.bench.result_tables import Table, show, tables_of, verdicts
 from tpplan.bench.rounds import time_interleaved
-from tpplan.bench.running import BENCHMARKS, BenchmarkError, measurements, run, run_in_process
+from tpplan.bench.running import BenchmarkError, measurements, run, run_in_process
 from tpplan.compat.process_groups import fake_process_group
 from tpplan.compiler import search
 from tpplan.compiler.check import local_run

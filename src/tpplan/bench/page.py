@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tpplan.bench import BENCHMARKS
 from tpplan.bench.result_tables import tables_of, verdicts
-from tpplan.bench.running import BENCHMARKS
 
 _HEAD = """\
 # Benchmarks

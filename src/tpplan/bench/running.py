@@ -11,10 +11,6 @@ from typing import Any
 
 from tpplan.bench.environment import describe_environment
 
-BENCHMARKS = (
-    "collectives", "overhead", "loop", "compile", "checkpoint", "loss", "overlap", "alternatives", "serving",
-    "requests",
-)  # fmt: skip
 _LAYERS = (8, 32, 126)
 _PLANS = ("llama", "llama-sequence")
 

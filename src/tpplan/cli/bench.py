@@ -7,6 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from tpplan.bench import BENCHMARKS
 from tpplan.cli.arguments import add_command, add_output_argument
 from tpplan.cli.exit_codes import CLEAN, UsageError
 from tpplan.cli.mistakes import no_such
@@ -14,18 +15,6 @@ from tpplan.cli.mistakes import no_such
 if TYPE_CHECKING:
     from tpplan.cli.arguments import Subparsers
 
-_NAMES = (
-    "collectives",
-    "overhead",
-    "loop",
-    "compile",
-    "checkpoint",
-    "loss",
-    "overlap",
-    "alternatives",
-    "serving",
-    "requests",
-)
 _BEFORE = {"training": "alternatives"}
 _KERNELS = "kernels"
 _PIPED_WIDTH = 160
@@ -55,7 +44,7 @@ def register(subparsers: Subparsers) -> None:
         examples=_EXAMPLES,
     )
     parser.add_argument(
-        "benchmarks", nargs="*", type=_name, metavar="BENCHMARK", help=f"{', '.join(_NAMES)} (default: all)"
+        "benchmarks", nargs="*", type=_name, metavar="BENCHMARK", help=f"{', '.join(BENCHMARKS)} (default: all)"
     )
     parser.add_argument(
         "--format", choices=("rich", "json", "html"), default="rich", metavar="rich|json|html",
@@ -70,8 +59,8 @@ def register(subparsers: Subparsers) -> None:
 
 def _name(text: str) -> str:
     name = _BEFORE.get(text, text)
-    if name not in (*_NAMES, _KERNELS):
-        raise argparse.ArgumentTypeError(no_such(text, _NAMES))
+    if name not in (*BENCHMARKS, _KERNELS):
+        raise argparse.ArgumentTypeError(no_such(text, BENCHMARKS))
     return name
 
 
@@ -88,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH, highlight=False)
     results: list[dict[str, Any]] = []
-    for name in dict.fromkeys(arguments.benchmarks or _NAMES):
+    for name in dict.fromkeys(arguments.benchmarks or BENCHMARKS):
         try:
             result = run_benchmark(name, arguments.quick, lambda text: print(text, file=sys.stderr))
         except BenchmarkError as error:

@@ -76,7 +76,7 @@ class Origins:
     def _back_from(
         self, value: int, layouts: Mapping[int, Layout] | None = None, up_to: Collection[int] = ()
     ) -> Iterator[int]:
-        """A value and what it was computed from, nearest first; nothing lies behind a parameter, or those of `up_to`."""
+        """A value and what it was computed from, nearest first; nothing is behind parameters and `up_to`."""
         seen: set[int] = set()
         queue = [value]
         while queue:
