@@ -96,6 +96,7 @@ def test_wrong_usage_exits_with_2_and_says_so_on_stderr(arguments: str, capsys: 
         ("plans --show", "tpplan plans: --show: it takes a value"),
         ("advise --gpus 8", "tpplan advise: name a model with --model REF"),
         ("advise --model hf:llama --gpus 2 --tp 2", "tpplan advise: there is no option `--tp`\n"),
+        ("explain llama --tp 2 --model hf:llama -o x", "tpplan explain: there is no option `-o`\n"),
         ("explain llama --model m --optimizer sgd", "tpplan explain: --optimizer is of an estimate, which takes --gpu"),
         ("explain llama --model m --assumptions", "tpplan explain: --assumptions is of an estimate, which takes --gpu"),
         ("diff a b --dp 2", "tpplan diff: --dp is of an estimate, which takes --gpu or --topology"),

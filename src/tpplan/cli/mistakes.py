@@ -53,7 +53,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def options(self) -> list[str]:
         """The options that it knows."""
-        return ["-h", "-o", "--help", *re.findall(r"(?<!\w)--[a-z][a-z-]*", self.format_usage())]
+        return ["-h", "--help", *re.findall(r"(?<![\w-])--?[a-z][a-z-]*", self.format_usage())]
 
 
 class _RefusedError(Exception):
