@@ -14,6 +14,7 @@ from tpplan.compat.modules import named_modules
 from tpplan.compiler.check import local_run
 from tpplan.compiler.check.lessons import (
     equal_modules,
+    find_instance,
     propose_attributes,
     read_sizes,
     split_size,
@@ -34,6 +35,7 @@ from tpplan.compiler.trace.unread import is_unread
 from tpplan.plan import CompileError, Diagnostic
 
 _TRIALS = 96  # of attributes, for one place
+_ALONE = 4  # values that are tried, of which one's size is read
 
 
 def refine(problem: Problem, subject: CheckInput, learned: Learned, mismatch: Mismatch) -> Learned:
@@ -63,6 +65,7 @@ def refine(problem: Problem, subject: CheckInput, learned: Learned, mismatch: Mi
     if recorded is not None:
         return recorded
     if places:
+        places = _read_size(subject, learned, mismatch, places)
         return learned.constrained(finding, unsharded=unsharded | places)
     learned = learned.reporting(finding)
     if mismatch.frame.module == "" or mismatch.frame.module in learned.excused:
@@ -103,6 +106,22 @@ def _keep_whole(subject: CheckInput, learned: Learned, values: set[int], finding
     if not places - whole:
         raise CompileError([*learned.findings, finding])
     return learned.constrained(finding, whole=whole | places)
+
+
+def _read_size(
+    subject: CheckInput, learned: Learned, mismatch: Mismatch, places: Collection[tuple[Name, int]]
+) -> Collection[tuple[Name, int]]:
+    """Of values that have one size the first that gets past the mismatch if it alone is whole; all, if none does."""
+    instance = find_instance(subject.instance, mismatch.frame.module, mismatch.frame.call)
+    others = {frame.module for frame in mismatch.frame.walk() if frame is not mismatch.frame}  # these get what they got
+    learned = replace(learned, excused=learned.excused | others)
+    for place in sorted(places)[:_ALONE] if instance is not None and len(places) > 1 else ():
+        held = subject.assignment
+        whole = replace(held, layouts=held.layouts | {instance.values[place[1]]: REPLICATED})
+        after = _mismatch(replace(subject, assignment=whole), learned)
+        if after is None or after.when > mismatch.when:
+            return {place}
+    return places
 
 
 # -- attributes ---------------------------------------------------------------------------------------------------
