@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,8 @@ from tests.cost.test_estimate import Mlp
 from tpplan.cli.main import main
 from tpplan.cost.cluster import cluster_of
 from tpplan.cost.estimates import MemoryEstimate
-from tpplan.cost.other_degrees import degrees_text, other_degrees
+from tpplan.cost.link_times import Group, collective_seconds
+from tpplan.cost.other_degrees import Microbatch, degrees_text, other_degrees, other_step, ways_of
 from tpplan.forecast.degrees import _Choices
 
 transformers = pytest.importorskip("transformers")
@@ -147,8 +149,56 @@ def test_other_parallelism_is_told_by_what_it_splits(
     memory: MemoryEstimate, experts: float, most: dict[str, int], found: dict[str, int], text: str
 ) -> None:
     assert other_degrees(memory, 100, experts, most) == found
-    assert degrees_text(found, memory, 100) == text
+    assert degrees_text(ways_of(found, memory, 100)) == text
 
+
+def test_a_step_of_a_pipeline_has_its_bubble_and_its_sends() -> None:
+    cluster = cluster_of("h100")
+    one = Microbatch(8.0, 0.4, 1000, (2, 3), 16, 1 << 30, 1 << 34, 1 << 32)
+    inside = other_step(cluster, one, pipeline=4)
+    assert (inside.gpus, inside.microbatches) == (24, 16)
+    send = collective_seconds(cluster, "all-gather", 1 << 31, Group(2))  # each of two sends its half
+    assert (1 << 30) / cluster.link < send
+    slot = 8.0 / 4 + 2 * send
+    assert inside.seconds == pytest.approx((16 + 4 - 1) * slot + 0.4 / 4)
+    assert inside.bubble_seconds == pytest.approx(3 * slot) and inside.sending_seconds == pytest.approx(32 * send)
+    assert inside.tokens_per_second == pytest.approx(16 * 1000 / inside.seconds)
+    across = other_step(cluster, one, pipeline=8)  # 16 GPUs of a replica are two nodes
+    assert across.sending_seconds > 2 * 2 * inside.sending_seconds
+
+
+def test_ranks_of_a_context_pass_keys_and_values_around() -> None:
+    cluster = cluster_of("h100")
+    one = Microbatch(8.0, 0.4, 1000, (2, 1), 16, 1 << 30, 1 << 34, 1 << 32)
+    step = other_step(cluster, one, context=4)
+    assert (step.gpus, step.microbatches, step.bubble_seconds) == (8, 1, 0.0)
+    ring = 3 * 16 * collective_seconds(cluster, "all-gather", 1 << 30, Group(4))
+    assert ring > 3 * (1 << 34) * 3 / 4 / cluster.link  # three parts of the other ranks', of the four of all
+    sums = collective_seconds(cluster, "all-reduce", 1 << 32, Group(4))
+    assert step.seconds == pytest.approx(8.0 / 4 + ring + sums + 0.4)
+    assert step.sending_seconds == pytest.approx(ring + sums)
+    both = other_step(cluster, one, pipeline=2, context=4)
+    assert both.seconds == pytest.approx(
+        (8 + 1) * (8.0 / 8 + ring / 2 + 2 * collective_seconds(cluster, "all-gather", 1 << 29, Group(2, 2)))
+        + collective_seconds(cluster, "all-reduce", 1 << 31, Group(4)) + 0.4 / 2
+    )  # fmt: skip
+    assert other_step(cluster, one) == replace(step, context=1, gpus=2, seconds=8.4, sending_seconds=0.0,
+                                               tokens_per_second=1000 / 8.4)  # fmt: skip
+
+
+def test_what_steps_rest_on_is_told() -> None:
+    options: dict[str, Any] = {"gpus": 1, "batch": 1, "sequence": 32}
+    (row,) = tpplan.advise(llama(), target_memory=1, **options)
+    assert row.memory is not None and row.step is not None
+    kept = row.memory.parameters + row.memory.gradients + row.memory.optimizer
+    advice = tpplan.advise(llama(), target_memory=row.memory.total - kept + kept // 2 + 64, **options)
+    (step,) = advice.other_steps
+    assert (step.pipeline, step.context, step.gpus, step.microbatches) == (2, 1, 2, 8)
+    own = row.step.total_seconds * 9 / 2  # nine slots of half the layers
+    assert own * 0.9 < step.seconds < own * 1.2
+    assert any("1F1B" in guess for guess in advice.guesses) and not any("rings" in guess for guess in advice.guesses)
+    assert "pipeline 2 (2 GPUs, " in advice.summary and " of 8 microbatches, 11% of it bubble, " in advice.summary
+    assert json.loads(advice.to_json())["other_steps"][0]["microbatches"] == 8
 
 def test_pipeline_stages_are_no_more_than_layers() -> None:
     options: dict[str, Any] = {"gpus": 1, "batch": 1, "sequence": 32}

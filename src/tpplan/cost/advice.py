@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, overload
 
 from tpplan.cost.estimates import MemoryEstimate, StepEstimate
+from tpplan.cost.other_degrees import OtherStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Advice(Sequence[AdviceRow]):
         guesses: what rests on no measured or published figure.
         other: where no row fits, degrees of "pipeline", "context" and "experts" with which the row that needs the least
             memory would, each by itself; pipeline and context together if neither is enough.
+        other_steps: what a step in training takes with those of pipeline and context.
     """
 
     rows: tuple[AdviceRow, ...]
@@ -77,6 +79,7 @@ class Advice(Sequence[AdviceRow]):
     summary: str
     guesses: tuple[str, ...]
     other: Mapping[str, int] = field(default_factory=dict[str, int])
+    other_steps: tuple[OtherStep, ...] = ()
 
     @property
     def recommended(self) -> AdviceRow | None:

@@ -19,6 +19,10 @@ from tpplan.cost.cost_errors import unknown
 
 if TYPE_CHECKING:
     from tpplan.compiler.ir.program import ParameterPlacement
+    from tpplan.cost.cluster import Cluster
+    from tpplan.cost.estimates import MemoryEstimate
+
+_PASSES = 2
 
 _MASTER = 4
 
@@ -61,4 +65,10 @@ def optimizer_bytes(optimizer: str, parameters: Iterable[ParameterPlacement], re
     return math.ceil(total)
 
 
-__all__ = ["OPTIMIZERS", "optimizer_bytes"]
+def optimizer_seconds(memory: MemoryEstimate, cluster: Cluster) -> float:
+    """Of an optimizer's step: each byte of parameters, gradients and state is read, and most are written."""
+    held = memory.parameters + memory.gradients + memory.optimizer
+    return _PASSES * held / (cluster.memory_bandwidth * cluster.memory_efficiency)
+
+
+__all__ = ["OPTIMIZERS", "optimizer_bytes", "optimizer_seconds"]

@@ -28,7 +28,16 @@ from tpplan.cost.asked_costs import CHECKPOINTING, MEMORY, TOPOLOGY, asked_clust
 from tpplan.cost.cluster import Cluster
 from tpplan.cost.estimates import Estimate
 from tpplan.cost.link_times import Group
-from tpplan.cost.other_degrees import degrees_text, other_degrees
+from tpplan.cost.other_degrees import (
+    ASSUMED,
+    Microbatch,
+    OtherStep,
+    degrees_text,
+    other_degrees,
+    other_step,
+    ways_of,
+)
+from tpplan.cost.state_memory import optimizer_seconds
 from tpplan.forecast.estimate import estimate
 from tpplan.forecast.measurement import Measurement
 from tpplan.inputs import with_labels
@@ -112,8 +121,8 @@ def advise(
     guesses = tuple(dict.fromkeys(guess for held in around.known.values() for guess in held.guesses))
     return Advice(
         tuple(rows), type(model).__name__, cluster.name, gpus, batch, sequence, inference, available, smallest,
-        around.summary(next((row for row in rows if row.recommended), None), smallest, other), guesses,
-        other[1] if other else {},
+        around.summary(next((row for row in rows if row.recommended), None), smallest, other),
+        (*guesses, *(other.assumed if other else ())), other.degrees if other else {}, other.steps if other else (),
     )  # fmt: skip
 
 
@@ -161,6 +170,21 @@ class _AdvisedModel:
         elif self.inputs is None:
             keywords = with_labels(model, keywords)
         return {**{k: v for k, v in asked.items() if config and k in accepted and k not in keywords}, **keywords}
+
+
+@dataclass(frozen=True, slots=True)
+class _Others:
+    """Other parallelism beside a row, with which a rank would fit: degrees, ways to combine them, and their steps."""
+
+    row: AdviceRow
+    degrees: Mapping[str, int]
+    ways: Sequence[Mapping[str, int]]
+    steps: tuple[OtherStep, ...] = ()
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """What the steps rest on."""
+        return tuple(text for name, text in ASSUMED.items() if any(getattr(step, name) > 1 for step in self.steps))
 
 
 class _Choices:
@@ -311,9 +335,7 @@ class _Choices:
             dp *= 2
         return None
 
-    def summary(
-        self, best: AdviceRow | None, smallest: int | None, other: tuple[AdviceRow, dict[str, int]] | None
-    ) -> str:
+    def summary(self, best: AdviceRow | None, smallest: int | None, other: _Others | None) -> str:
         """What to do."""
         count = f"{self.gpus} {self.cluster.name}"
         if best is not None:
@@ -324,15 +346,14 @@ class _Choices:
         told = [f"It doesn't fit {count}."] + ([f"The least are {smallest}."] if smallest is not None else [])
         if other is None:
             return " ".join(told) if smallest is not None else f"No plan compiles for {count}."
-        row, degrees = other
-        ways = degrees_text(degrees, row.memory, self.available) if row.memory is not None else ""
+        row, ways = other.row, degrees_text(other.ways, other.steps)
         if not ways:
             return " ".join([*told, "Pipeline, context or expert parallelism isn't enough either."])
         beside = f"beside tp {row.tp}{f' and fsdp {row.dp}' if row.fsdp and row.dp > 1 else ''}"
         return " ".join([*told, f"Or other parallelism {beside}, on as many times more GPUs: {ways}."])
 
-    def other(self, rows: list[AdviceRow]) -> tuple[AdviceRow, dict[str, int]] | None:
-        """The row that needs the least memory, and degrees of other parallelism with which it would fit."""
+    def other(self, rows: list[AdviceRow]) -> _Others | None:
+        """The row that needs the least memory, and other parallelism with which it would fit."""
         row = min((r for r in rows if r.memory), key=lambda r: r.memory.total if r.memory else 0, default=None)
         if row is None or row.memory is None:
             return None
@@ -345,7 +366,19 @@ class _Choices:
         most = {"pipeline": len(blocks), "experts": len(numbers)}
         tokens = next(cost.sequence for cost in self.known.values())
         most |= {"context": tokens} if tokens > 1 else {}  # patches of a picture aren't counted
-        return row, other_degrees(row.memory, self.available, experts, most)
+        degrees = other_degrees(row.memory, self.available, experts, most)
+        ways = ways_of(degrees, row.memory, self.available)
+        timed = [way for way in ways if "experts" not in way and not self.subject.inference]
+        if row.step is None or not timed:
+            return _Others(row, degrees, ways)
+        work = program.measure.at(forward=True, flops=False)
+        cost = self.cost(program, row.dp, row.fsdp, row.checkpointing)
+        optimizer, count = optimizer_seconds(row.memory, self.cluster), max(len(blocks), 1)
+        one = Microbatch(
+            row.step.total_seconds - optimizer, optimizer, cost.batch * cost.sequence * row.dp, (row.tp, row.dp), count,
+            work.block_inputs[0] // count, work.cache[0], row.memory.gradients,
+        )  # fmt: skip
+        return _Others(row, degrees, ways, tuple(other_step(self.cluster, one, **way) for way in timed))
 
 
 def _expert_numbers(shape: Sequence[int], rest: str) -> Iterable[int]:

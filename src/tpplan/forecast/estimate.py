@@ -22,12 +22,11 @@ from tpplan.cost.estimates import Estimate, GenerationEstimate, MemoryEstimate, 
 from tpplan.cost.hiding import Hiding, Rates
 from tpplan.cost.kernel_times import peak_of, task_seconds
 from tpplan.cost.link_times import Group, collective_seconds
-from tpplan.cost.state_memory import optimizer_bytes
+from tpplan.cost.state_memory import optimizer_bytes, optimizer_seconds
 from tpplan.cost.work import COLLECTIVE, Task, Work
 from tpplan.plan.taken import FLAG, SHARE, SIZE, TEXT, ArgumentKind, optional, takes
 
 _PROGRAM = ArgumentKind(lambda held: isinstance(held, Program), "a Program, which `tpplan.compile_plan` makes")
-_OPTIMIZER_PASSES = 2  # each byte of parameters, gradients and state is read, and most are written
 
 
 @takes(
@@ -140,8 +139,7 @@ class _Costing:
             )
         )  # fmt: skip
         kernels = forward[0] + backward[0] + again[0]
-        step_bytes = memory.parameters + memory.gradients + memory.optimizer
-        optimizer = _OPTIMIZER_PASSES * step_bytes / (self.cluster.memory_bandwidth * self.cluster.memory_efficiency)
+        optimizer = optimizer_seconds(memory, self.cluster)
         sums = sum(self._collective(name, held) for name, held in program.gradient_sums)
         own = forward[1] + backward[1] + again[1] + sums
         hidden = forward[3] + backward[3] + again[3]
