@@ -159,3 +159,18 @@ def test_a_number_of_ranks_is_fine_or_the_most_is_told(
     assert main(["validate", "llama", "--model", "hf:llama", *settings, "--tp", *sizes.split()]) == code
     text = capsys.readouterr().out
     assert says in text and "single head" not in text
+
+
+def test_a_stage_is_checked_against_the_plan_of_its_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    modules = "embed: vocab\n  layers.*.attention.{q,k,v}: colwise\n  layers.*.attention.o: rowwise"
+    Path("plan.yaml").write_text(f"version: 1\nmodules:\n  {modules}\n")
+    code = "from tests.runtime.pipelines import cut, example, made\n\n\ndef make():\n    "
+    Path("stage.py").write_text(f"{code}return cut(made(), 1, 4), (example(1).detach(),)\n")
+    assert main(["validate", "plan.yaml", "--model", "stage.py:make"]) == 1
+    assert "for a part of the plan's model pass `partial=True` (`--partial`)" in capsys.readouterr().out
+    assert main(["validate", "plan.yaml", "--model", "stage.py:make", "--partial"]) == 0
+    assert main(["verify", "plan.yaml", "--model", "stage.py:make", "--partial"]) == 0
+    assert main(["validate", "plan.yaml", "--partial"]) == 2

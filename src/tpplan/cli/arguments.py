@@ -51,8 +51,8 @@ def add_text_format_argument(parser: argparse.ArgumentParser, whole: str, *more:
     )
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Add `--model` and what goes with it."""
+def add_model_arguments(parser: argparse.ArgumentParser, *, required: bool, partial: bool = False) -> None:
+    """Add `--model` and what goes with it; `partial`: also for a plan that may be for more than the model."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", metavar="REF", required=required, help=MODEL_HELP)
     add_sizes_argument(group, "the number of ranks on the axis (default: 2); several are taken one after the other")
@@ -67,6 +67,11 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
     )
     group.add_argument("--batch", type=positive, metavar="N", help="the batch size of the example inputs")
     group.add_argument("--sequence", type=positive, metavar="N", help="the sequence length of the example inputs")
+    if partial:
+        group.add_argument(
+            "--partial", action="store_true",
+            help="the model may be a part of what the plan is for, such as a stage of a pipeline",
+        )  # fmt: skip
 
 
 def add_sizes_argument(parser: Options, help: str) -> None:

@@ -72,7 +72,7 @@ def register(subparsers: Subparsers) -> None:
     )
     inspect.add_argument("--plan", metavar="PLAN", help=f"{AUTO_HELP}; needs --model")
     add_text_format_argument(inspect, "every tensor as JSON")
-    add_model_arguments(inspect, required=False)
+    add_model_arguments(inspect, required=False, partial=True)
     check = _add_action(
         inner,
         "check",
@@ -84,7 +84,7 @@ def register(subparsers: Subparsers) -> None:
     check.set_defaults(together=True)
     check.add_argument("plan", metavar="PLAN", help=AUTO_HELP)
     add_finding_arguments(check)
-    add_model_arguments(check, required=True)
+    add_model_arguments(check, required=True, partial=True)
 
 
 def _add_action(

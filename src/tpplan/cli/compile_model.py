@@ -78,7 +78,7 @@ def compile_for(
     """The program of `plan` for a model on `size` ranks, or those of `--tp`; what keeps it from compiling is raised."""
     from tpplan.api import compile_plan
 
-    options = {"device": device} if (device := getattr(arguments, "device", None)) else {}
+    options = {name: held for name in ("device", "partial") if (held := getattr(arguments, name, None))}
     return compile_plan(model, plan, tp=size or ranks_of(arguments), inputs=inputs, **options)
 
 
@@ -119,6 +119,7 @@ def refuse_model_options(arguments: argparse.Namespace) -> None:
     """Raise a `UsageError` for an option that says something about a model, where none is named."""
     options = {
         "--device": getattr(arguments, "device", None),
+        "--partial": getattr(arguments, "partial", None),
         "--tp": arguments.tp,
         "--set": arguments.overrides,
         "--batch": arguments.batch,

@@ -50,7 +50,7 @@ def register(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--exit-code", action="store_true", help="exit with 1 if something got worse")
     add_cost_arguments(parser)
-    add_model_arguments(parser, required=False)
+    add_model_arguments(parser, required=False, partial=True)
     parser.set_defaults(run=run)
 
 

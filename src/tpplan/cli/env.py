@@ -32,7 +32,7 @@ def register(subparsers: Subparsers) -> None:
         examples=_EXAMPLES,
     )
     parser.add_argument("--plan", metavar="PLAN", help=f"{AUTO_HELP}; needs --model")
-    add_model_arguments(parser, required=False)
+    add_model_arguments(parser, required=False, partial=True)
     parser.set_defaults(run=run)
 
 

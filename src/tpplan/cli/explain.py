@@ -74,7 +74,7 @@ def register(subparsers: Subparsers) -> None:
     )
     group = add_cost_arguments(parser)
     group.add_argument("--assumptions", action="store_true", help="show every number that the estimate rests on")
-    add_model_arguments(parser, required=True)
+    add_model_arguments(parser, required=True, partial=True)
     _take_module_behind_options(parser)
     parser.set_defaults(run=run)
 

@@ -22,10 +22,12 @@ def show_choices(
     from tpplan.asked import plan_of
     from tpplan.forecast.runner_up import runners_up
     from tpplan.report.quantities import encodable
+    from tpplan.served import served
 
     model, inputs = subject
     chosen, _ = plan_of(plan, model, ranks_of(arguments), inputs)
-    lines = [_line(found) for found in runners_up(model, chosen, ranks_of(arguments), inputs, wanted)]
+    inner = served(model, chosen, ranks_of(arguments), inputs, partial=arguments.partial)
+    lines = [_line(found) for found in runners_up(inner, ranks_of(arguments), wanted)]
     head = "What the plan leaves open, and the next best, by a step's collectives on NVLink at 450 GB/s, 3 µs a step:"
     print("\n" + encodable("\n".join([head, *(lines or ["nothing"])]), sys.stdout.encoding))
 

@@ -29,7 +29,8 @@ def show_inference(arguments: argparse.Namespace, plan: Plan | str) -> int:
 
     model, inputs = model_and_inputs(arguments, sized=False)
     sizes = {} if inputs is not None else _sizes(arguments, model)
-    inner = served(model, plan_of(plan, model, ranks_of(arguments), inputs)[0], ranks_of(arguments), inputs, **sizes)
+    chosen, _ = plan_of(plan, model, ranks_of(arguments), inputs)
+    inner = served(model, chosen, ranks_of(arguments), inputs, partial=arguments.partial, **sizes)
     view = inference(inner.model, inner.plan, ranks_of(arguments), *inner.call)
     if arguments.format == "json":
         print(inference_json(view))

@@ -28,7 +28,8 @@ def show_premises(arguments: argparse.Namespace, plan: Plan | str) -> int:
     from tpplan.served import served
 
     model, inputs = model_and_inputs(arguments)
-    inner = served(model, plan_of(plan, model, ranks_of(arguments), inputs)[0], ranks_of(arguments), inputs)
+    chosen, _ = plan_of(plan, model, ranks_of(arguments), inputs)
+    inner = served(model, chosen, ranks_of(arguments), inputs, partial=arguments.partial)
     compiled = prove(Request(inner.model, inner.plan, ranks_of(arguments), *inner.call))
     found = premises_of(compiled, type(inner.model).forward, *inner.call)
     if arguments.format == "json":

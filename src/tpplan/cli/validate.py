@@ -36,7 +36,7 @@ def register(subparsers: Subparsers) -> None:
     )
     parser.add_argument("plans", nargs="+", metavar="PLAN", help=f"{PLAN_HELP}, auto, or - for stdin")
     add_finding_arguments(parser)
-    add_model_arguments(parser, required=False)
+    add_model_arguments(parser, required=False, partial=True)
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),

@@ -47,7 +47,7 @@ def register(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and inputs (default: 0)")
     add_text_format_argument(parser, "the whole report as JSON")
-    add_model_arguments(parser, required=True)
+    add_model_arguments(parser, required=True, partial=True)
     parser.set_defaults(run=run)
 
 
@@ -70,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
             dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
             seed=arguments.seed,
             progress=tell,
+            partial=arguments.partial,
         )
     _print(report, arguments.format)
     return CLEAN if report.ok else FINDINGS

@@ -1,6 +1,6 @@
 """Runners-up: the next best of each placement that a plan leaves open, and what it takes more.
 
-in:  a model, a plan, and the modules that are asked about
+in:  a model with its plan, and the modules that are asked about
 out: for each end of a rule that no pin decides: the pin under which the plan is the next best, or why there is none
 
 Each pin that the end could have is compiled, and everything else placed anew around it.
@@ -10,9 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
-
-from torch import nn
 
 from tpplan.compat.modules import named_modules
 from tpplan.compiler.ir.program import Program
@@ -20,7 +17,7 @@ from tpplan.compiler.pipeline import compile_call
 from tpplan.compiler.request import Request
 from tpplan.cost.traffic import placement_time
 from tpplan.plan import CompileError, Pattern, Pin, Plan, Rule, Style
-from tpplan.served import Served, served
+from tpplan.served import Served
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +43,12 @@ class RunnerUp:
     refused: dict[str, str]
 
 
-def runners_up(model: nn.Module, plan: Plan, tp: int, inputs: Any, wanted: Pattern) -> Iterator[RunnerUp]:
+def runners_up(inner: Served, tp: int, wanted: Pattern) -> Iterator[RunnerUp]:
     """Those of the rules that apply to the wanted modules, or to modules inside of them.
 
     Raises:
         CompileError: the plan itself doesn't compile.
     """
-    inner = served(model, plan, tp, inputs)
     chosen = _program(inner, inner.plan, tp)
     names = [name for name, _ in named_modules(inner.model)]
     found = inner.plan.match(names).rules.items()

@@ -10,7 +10,7 @@ An alternative that matches no module is held against the parameters: `experts.d
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tpplan.plan.diagnostic import Diagnostic, Severity
 from tpplan.plan.nearest import Suggestions
@@ -147,12 +147,16 @@ class _NameIndex:
 
 
 def _unmatched(rules: Sequence[Rule], tallies: Sequence[_Tally], suggestions: Suggestions) -> Iterable[Diagnostic]:
+    others = any(tally.matched for tally in tallies)
     for rule, tally in zip(rules, tallies, strict=True):
         if tally.matched or (rule.style is Style.NONE and rule.overrides):
             continue
         # A `none` that carves nothing out changes nothing, but it's likely to be misspelt.
         severity = Severity.WARNING if rule.style is Style.NONE else Severity.ERROR
-        yield _unmatched_pattern(rule.pattern, rule.pattern_span, suggestions, severity)
+        found = _unmatched_pattern(rule.pattern, rule.pattern_span, suggestions, severity)
+        if others and not (found.help or "").startswith("did you mean"):  # it looks like a stage
+            found = replace(found, help=f"{found.help}; for a part of the plan's model pass `partial=True` (`--partial`)")
+        yield found
 
 
 def _unmatched_kernels(
