@@ -31,7 +31,7 @@ help:
 	@echo "make states     try every use of parameters and states, and write docs/state.md"
 	@echo "make generation try every way of generating, and write docs/generation.md"
 	@echo "make site       build the pages and the API as a site"
-	@echo "make scaling    estimate programs of large models, and write docs/scaling.md"
+	@echo "make scaling    estimate programs of large models, and write docs/scaling.md; takes 10 to 30 min, ARGS='\"Llama 3.1 8B\"' 2"
 	@echo "make docs       regenerate the generated pages      make wheel      build sdist and wheel into dist/"
 	@echo "make gpu        test kernels and attention, and measure the kernels, on a machine with a GPU and torch, in the interpreter GPU_PYTHON"
 	@echo "make mutations  plant bugs, and say which tests notice"

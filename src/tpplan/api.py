@@ -32,6 +32,7 @@ from tpplan.process import make_process_changes
 from tpplan.rehearsal.dry_run import dry_run
 from tpplan.rehearsal.prove import prove
 from tpplan.runtime.compiled.compiled_before import bare
+from tpplan.runtime.around.handing_on import handing, refuse_disagreeing
 from tpplan.runtime.lower import lower, wrap_around
 from tpplan.runtime.parameters.distribute import MeshDistributor, device_of_mesh
 from tpplan.runtime.parameters.taken_apart import taken_apart
@@ -255,10 +256,11 @@ def _tell_stages(given: dict[str, Any], error: Exception) -> None:
 
 @takes(_tell_stages, stages=STAGES, mesh=AXIS)
 def check_stages(stages: nn.Module | Collection[nn.Module], plan: AskedPlan, mesh: DeviceMesh | None = None) -> None:
-    """Raise if a pattern of a plan matches in none of the parts of a model.
+    """Raise if a pattern of a plan matches in none of the parts of a model, or these hand on what the next doesn't take.
 
     `partial=True` lets a plan for the whole model have patterns that match nothing in one stage. Only who sees the
-    names of all stages can tell which of them match nothing at all.
+    names of all stages can tell which of them match nothing at all. Of stages after `parallelize` it is also compared
+    whether each takes parts of a sequence where the one before returns them; their order is that of their layers' numbers.
 
     Args:
         stages: the parts that this process has, before or after `parallelize`, on any device.
@@ -267,7 +269,7 @@ def check_stages(stages: nn.Module | Collection[nn.Module], plan: AskedPlan, mes
 
     Raises:
         PlanError: the plan has mistakes.
-        CompileError: TP012 for each of these patterns, on all ranks.
+        CompileError: TP012 for each of these patterns, TP195 for stages that disagree, on all ranks.
         ArgumentError: an argument is of another kind.
 
     Example:
@@ -287,13 +289,15 @@ def check_stages(stages: nn.Module | Collection[nn.Module], plan: AskedPlan, mes
         agree(group, None, error)
     elif error is not None:
         raise error
-    every = exchange(group, "the comparison of a plan with all stages", [names_for(stage) for stage in own])
-    named = [names for stages_there in every for names in stages_there]
+    told = [(names_for(stage), handing(stage)) for stage in own]
+    every = [held for there in exchange(group, "the comparison of a plan with all stages", told) for held in there]
+    named = [names for names, _ in every]
     modules, parameters = (list(dict.fromkeys(name for names in named for name in names[kind])) for kind in (0, 1))
     found = () if loaded is None else loaded.match(modules, parameters).diagnostics
     unmatched = [held for held in found if held.code == "TP012" and held.severity is Severity.ERROR]
     if unmatched:
         raise CompileError(unmatched)
+    refuse_disagreeing([held for _, held in every])
 
 
 def axis_name(mesh: DeviceMesh | None) -> str:

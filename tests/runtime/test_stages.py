@@ -432,3 +432,72 @@ def odd(member: Member) -> str:
 def test_a_sequence_that_a_stage_cannot_hand_on_in_parts_is_refused() -> None:
     for said in world(2).run(odd):
         assert "TP118" in said and "pad the sequence to a multiple of 2" in said
+
+
+class Remembering(Model):
+    """A stage that takes what earlier calls left."""
+
+    def forward(self, x: Tensor, past: Past | None = None) -> Any:  # pyright: ignore
+        return super().forward(x if past is None else x + past.keys.mean())
+
+
+class Past:
+    """As a cache: an object with tensors in it."""
+
+    def __init__(self) -> None:
+        self.keys = torch.zeros(2, 4, LENGTH, 4, dtype=torch.float64)
+
+
+def going_on(member: Member) -> str:
+    torch.manual_seed(0)
+    stage = cut(Remembering().double(), 1, 4)
+    tpplan.parallelize(stage, planned(HANDED_ON), member.mesh(), (example(1),), partial=True)
+    with pytest.raises(tpplan.UnevenShardError) as caught, torch.no_grad():
+        stage(example(1).chunk(member.size, 1)[member.rank], past=Past())
+    return str(caught.value)
+
+
+@pytest.mark.processes
+def test_a_call_that_goes_on_from_a_cache_is_not_told_of_an_odd_sequence() -> None:
+    for said in world(2).run(going_on):
+        assert "TP118" in said and "this call goes on from a cache" in said
+        assert "pad the sequence" not in said and "evenly" not in said
+
+
+RETURNS = {**SEQUENCE, "layers.{0,1}": {"style": "replicate", "input": "sequence", "output": "sequence"}}
+TAKES = {**SEQUENCE, "layers.{2,3}": {"style": "replicate", "input": "sequence", "output": "sequence"}}
+
+
+def disagreeing(member: Member, rules: Mapping[str, Any], ours: bool) -> str:
+    """What is said of two stages, each on a rank of its own, or both on each rank."""
+    mesh = member.mesh(2, 2, names=("pp", "tp"))
+    places = (0, 1) if ours else (mesh["pp"].get_local_rank(),)
+    stages = [cut(made(), place, 2) for place in places]
+    tpplan.check_stages(stages, planned(rules), None if ours else mesh["pp"])  # nothing is known yet
+    for place, stage in zip(places, stages, strict=True):
+        tpplan.parallelize(stage, planned(rules), mesh["tp"], (example(place),), partial=True)
+    try:
+        tpplan.check_stages(stages[::-1], planned(rules), None if ours else mesh["pp"])
+    except tpplan.CompileError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        (RETURNS, ("from `layers.0` on returns each rank's part", "takes whole sequences", "write `input: sequence`")),
+        (TAKES, ("from `layers.0` on returns whole", "from `layers.2` on takes each rank's part", "remove `input`")),
+        (HANDED_ON, ()),
+        (SEQUENCE, ()),
+    ],
+    ids=["returns", "takes", "both", "neither"],
+)
+def test_stages_that_do_not_take_what_the_ones_before_return_are_told(
+    rules: Mapping[str, Any], says: tuple[str, ...], ours: bool
+) -> None:
+    for said in world(4).run(disagreeing, rules, ours):
+        assert bool(said) == bool(says) and all(part in said for part in says), said
+        assert not says or "TP195" in said

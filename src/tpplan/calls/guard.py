@@ -108,6 +108,7 @@ _OF_CACHES = (
     "quantised caches, that is `quanto` with a `q_group_size` that divides the size of a head"
 )
 _UNEVEN = "the ranks can't share the sequence of this call evenly"
+_CONTINUED = ("this call goes on from a cache, so that its sequences are whole", "pass all tokens at once")
 
 
 class CallGuard:
@@ -617,12 +618,12 @@ class CallGuard:
         if not self._sequence_dims:
             return self._proved(call, self.main)
         if self._is_odd(call):
-            return self._proved(call, self._with_whole_sequences())
+            return self._proved(call, self._with_whole_sequences(call))
         try:
             return self._proved(call, self.main)
         except UnprovedCallError as error:
             try:
-                return self._proved(call, self._with_whole_sequences())
+                return self._proved(call, self._with_whole_sequences(call))
             except TpplanError:
                 raise error from error.__cause__
 
@@ -759,22 +760,22 @@ class CallGuard:
         main = self.main.program
         return self.main.plan.is_part and bool(main.arriving or main.hands_on)
 
-    def _with_whole_sequences(self) -> Proof:
-        """The proof of the example with all sequences whole, compiled when it's first asked for."""
-        main = self.main.program
+    def _with_whole_sequences(self, call: DecidedCall | None = None) -> Proof:
+        """The proof of the example with all sequences whole, compiled when it's first asked for, as by a call."""
+        uneven = _UNEVEN, f"pad the sequence to a multiple of {self.main.program.size}"
+        why, way_out = _CONTINUED if call is not None and _continues(call) else uneven
         if self._hands_on:
             raise UnevenShardError.of(
                 "TP118",
-                f"{_UNEVEN}, and the parts of the model before this one and after it share it as well",
-                help=f"pad the sequence to a multiple of {main.size}, or let stages hand on whole ones, without "
-                "`input: sequence` and `output: sequence`",
+                f"{why}, and the parts of the model before this one and after it hand on parts of them",
+                help=f"{way_out}, or let stages hand on whole ones, without `input: sequence` and `output: sequence`",
             )
         if self._whole is None:
-            self._whole = self._compile_whole()
+            self._whole = self._compile_whole(why, way_out)
             self._proofs.add(self._whole)
         return self._whole
 
-    def _compile_whole(self) -> Proof:
+    def _compile_whole(self, why: str, way_out: str) -> Proof:
         main = self.main.program
         plan = self.main.plan.with_whole_sequences()
         request = Request(
@@ -783,13 +784,12 @@ class CallGuard:
         try:
             compiled = self._compiled(lambda: compile_call(request))
         except CompileError as error:
-            message = f"{_UNEVEN}, and the plan can't be compiled without `sequence`"
+            message = f"{why}, and the plan can't be compiled without `sequence`"
             raise UnevenShardError.of("TP118", message, cause=error) from error
         program = compiled.program
         other = placement_difference(main, program)
         if other:
-            message = f"{_UNEVEN}, and without `sequence` {other}"
-            raise UnevenShardError.of("TP118", message, help=f"pad the sequence to a multiple of {main.size}")
+            raise UnevenShardError.of("TP118", f"{why}, and without `sequence` {other}", help=way_out)
         return Proof(plan, program, results=Results(compiled.results))
 
     def _follow_thawed(self) -> None:
