@@ -31,8 +31,8 @@ from tpplan.plan.vocabulary import DEFAULT_AXIS
 from tpplan.process import make_process_changes
 from tpplan.rehearsal.dry_run import dry_run
 from tpplan.rehearsal.prove import prove
-from tpplan.runtime.compiled.compiled_before import bare
 from tpplan.runtime.around.handing_on import handing, refuse_disagreeing
+from tpplan.runtime.compiled.compiled_before import bare
 from tpplan.runtime.lower import lower, wrap_around
 from tpplan.runtime.parameters.distribute import MeshDistributor, device_of_mesh
 from tpplan.runtime.parameters.taken_apart import taken_apart

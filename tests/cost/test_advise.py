@@ -200,6 +200,7 @@ def test_what_steps_rest_on_is_told() -> None:
     assert "pipeline 2 (2 GPUs, " in advice.summary and " of 8 microbatches, 11% of it bubble, " in advice.summary
     assert json.loads(advice.to_json())["other_steps"][0]["microbatches"] == 8
 
+
 def test_pipeline_stages_are_no_more_than_layers() -> None:
     options: dict[str, Any] = {"gpus": 1, "batch": 1, "sequence": 32}
     (row,) = tpplan.advise(llama(), target_memory=1, **options)  # with all checkpointing

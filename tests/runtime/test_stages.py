@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -501,3 +504,39 @@ def test_stages_that_do_not_take_what_the_ones_before_return_are_told(
     for said in world(4).run(disagreeing, rules, ours):
         assert bool(said) == bool(says) and all(part in said for part in says), said
         assert not says or "TP195" in said
+
+
+def loaded(member: Member, folder: str) -> tuple[float, int, list[str], str]:
+    """How far a stage's parameters are from the model's, the bytes that were read, warnings, and what was refused."""
+    mesh = member.mesh(2, 2, names=("pp", "tp"))
+    place = mesh["pp"].get_local_rank()
+    stock = made()
+    with torch.device("meta"):
+        stage = Model().double()
+    stage = cut(stage, place, 2)
+    tpplan.parallelize(stage, planned(PLAIN), mesh["tp"], (example(place),), partial=True)
+    amounts: list[tuple[int, int]] = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            tpplan.load_weights(stage, folder, partial=True, progress=lambda *held: amounts.append(held))
+        except tpplan.CheckpointError as error:
+            return 0.0, 0, [], str(error)
+    whole_ones = dict(stock.named_parameters())
+    error = max(float((held.full_tensor() - whole_ones[name]).abs().max()) for name, held in stage.named_parameters())  # pyright: ignore
+    return error, amounts[-1][0], [str(held.message) for held in told], ""
+
+
+@pytest.mark.processes
+def test_a_stage_reads_its_own_parts_of_the_whole_model(tmp_path: Path) -> None:
+    stock = made()
+    tpplan.save_weights(stock, tmp_path / "whole")
+    own = sum(p.numel() for name, p in stock.named_parameters() if name.startswith(("layers.0.", "layers.1.", "embed")))
+    for rank, (error, read, told, refused) in enumerate(world(4).run(loaded, str(tmp_path / "whole"))):
+        assert (error, told, refused) == (0.0, [], "")
+        assert rank > 1 or own * 8 / 2 <= read < own * 8 * 0.6
+    state = {name: held for name, held in stock.state_dict().items() if name != "layers.3.up.weight"}
+    (tmp_path / "part").mkdir()
+    save_file(state, tmp_path / "part" / "model.safetensors")
+    found = [refused for *_, refused in world(4).run(loaded, str(tmp_path / "part"))]
+    assert found[:2] == ["", ""] and all("`layers.3.up.weight` is not in the checkpoint" in text for text in found[2:])

@@ -96,7 +96,7 @@ def _tell(given: Mapping[str, Any], error: Exception) -> None:
     AgreeingRanks(without_replicas(given["model"])).settle(str(given["source"]), None, (), error)
 
 
-@takes(_tell, model=MODEL, source=FOLDER, rename=optional(TEXTS), strict=FLAG, progress=PROGRESS)
+@takes(_tell, model=MODEL, source=FOLDER, rename=optional(TEXTS), strict=FLAG, progress=PROGRESS, partial=FLAG)
 def load_weights(
     model: nn.Module,
     source: str | os.PathLike[str],
@@ -104,6 +104,7 @@ def load_weights(
     rename: Mapping[str, str] | None = None,
     strict: bool = True,
     progress: bool | Progress | None = None,
+    partial: bool = False,
 ) -> nn.Module:
     """Load a checkpoint of the stock model into a parallelized (or a stock) model, in place.
 
@@ -122,6 +123,8 @@ def load_weights(
             are, and are named in a warning.
         progress: True for a bar on the first rank's terminal, or a function that is called with the bytes that this
             rank has read and all that it will.
+        partial: whether `model` may be a part of what the checkpoint has, such as a stage of a pipeline: nobody is told
+            of further tensors there. The model's own must all be there, as before.
 
     Returns:
         `model` itself.
@@ -138,7 +141,7 @@ def load_weights(
         >>> model = tpplan.load_weights(model, "checkpoint")
     """
     with bare(without_replicas(model)) as stock, taken_apart(stock):
-        loaded = load(stock, source, rename=rename, strict=strict, progress=progress)
+        loaded = load(stock, source, rename=rename, strict=strict, progress=progress, partial=partial)
     for held in loaded.warnings:
         warn_user(held.text)
     return model
@@ -151,6 +154,7 @@ def load(
     rename: Mapping[str, str] | None = None,
     strict: bool = True,
     progress: bool | Progress | None = None,
+    partial: bool = False,
 ) -> Loaded:
     """As `load_weights`, also of what was opened before; returns what it did, and warns of nothing."""
     ranks = AgreeingRanks(model)
@@ -159,7 +163,7 @@ def load(
     error: Exception | None = None  # whatever a rank fails with, the others must not wait for it
     try:
         opened = source if isinstance(source, Opened) else open_checkpoint(model, source, rename)
-        job = _prepared(model, opened, strict, ranks)
+        job = _prepared(model, opened, strict, ranks, partial)
     except Exception as raised:
         error = raised
     digest, findings = (None, ()) if job is None else (job.digest, job.findings)
@@ -179,11 +183,11 @@ def load(
     return Loaded(model, job.meter.bytes, job.missing, job.unexpected, warned if ranks.speaks else ())
 
 
-def _prepared(model: nn.Module, opened: Opened, strict: bool, ranks: AgreeingRanks) -> _LoadJob:
+def _prepared(model: nn.Module, opened: Opened, strict: bool, ranks: AgreeingRanks, partial: bool) -> _LoadJob:
     """Everything that can fail before a tensor is read; the model isn't changed."""
     checkpoint, tensors, meter = opened.checkpoint, opened.tensors, opened.meter
     device = device_of_mesh(ranks.meshes[0]) if ranks.meshes else torch.device("cpu")
-    matched = match(model, tensors, strict)
+    matched = match(model, tensors, strict, partial)
     made, without = make_buffers(model, device, strict)
     findings = (*checkpoint.warnings, *matched.findings, *without, *_untied(matched, tensors, meter))
     fills: list[_Fill] = []

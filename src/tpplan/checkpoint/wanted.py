@@ -126,13 +126,14 @@ def renamed(tensors: Sources, rename: Mapping[str, str]) -> tuple[dict[str, Sour
     return {new: tensors[olds[0]] for new, olds in by_name.items()}, tuple(findings)
 
 
-def match(model: nn.Module, tensors: Sources, strict: bool) -> Match:
+def match(model: nn.Module, tensors: Sources, strict: bool, partial: bool = False) -> Match:
     """Find each of the model's tensors in a checkpoint, with its shape and a dtype that can be cast.
 
     Args:
         model: the model.
         tensors: of the checkpoint, by the model's names.
         strict: whether a missing tensor is an error.
+        partial: whether the model may be a part of what is there.
     """
     wanted = wanted_by(model)
     pairs: list[tuple[Wanted, Source]] = []
@@ -155,7 +156,7 @@ def match(model: nn.Module, tensors: Sources, strict: bool) -> Match:
     unexpected = sorted(tensors.keys() - known)
     findings = [*_misfits(missing if strict else [], shapes, len(wanted), unexpected), *_of_kinds(kinds)]
     if not findings:
-        findings = _left(missing, unexpected)
+        findings = _left(missing, [] if partial else unexpected)
     return Match(tuple(pairs), tuple(missing), tuple(unexpected), tuple(findings))
 
 

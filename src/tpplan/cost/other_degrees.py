@@ -90,7 +90,9 @@ def other_step(cluster: Cluster, one: Microbatch, pipeline: int = 1, context: in
     layers = max(one.blocks, 1)
     ring = _RINGS * layers / pipeline * collective_seconds(cluster, "all-gather", one.keys // layers, group)
     # Of two ranks that gather, each sends the other its half.
-    send = collective_seconds(cluster, "all-gather", 2 * one.handed // context, Group(2, apart)) if pipeline > 1 else 0.0
+    send = (
+        collective_seconds(cluster, "all-gather", 2 * one.handed // context, Group(2, apart)) if pipeline > 1 else 0.0
+    )
     sums = collective_seconds(cluster, "all-reduce", one.gradients // pipeline, group)
     slot = one.seconds / (pipeline * context) + ring + 2 * send
     total = (microbatches + pipeline - 1) * slot + sums + one.optimizer_seconds / pipeline
@@ -150,9 +152,7 @@ def degrees_text(ways: Iterable[Mapping[str, int]], steps: Iterable[OtherStep] =
         if step is not None:
             bubble = f", {step.bubble_seconds / step.seconds:.0%} of it bubble" if step.pipeline > 1 else ""
             many = f" of {step.microbatches} microbatches" if step.microbatches > 1 else ""
-            text += (
-                f" ({step.gpus} GPUs, {step.seconds:.3g} s{many}{bubble}, {step.tokens_per_second:,.0f} tokens/s)"
-            )
+            text += f" ({step.gpus} GPUs, {step.seconds:.3g} s{many}{bubble}, {step.tokens_per_second:,.0f} tokens/s)"
         texts.append(text)
     return " or ".join(texts)
 

@@ -155,7 +155,9 @@ def _unmatched(rules: Sequence[Rule], tallies: Sequence[_Tally], suggestions: Su
         severity = Severity.WARNING if rule.style is Style.NONE else Severity.ERROR
         found = _unmatched_pattern(rule.pattern, rule.pattern_span, suggestions, severity)
         if others and not (found.help or "").startswith("did you mean"):  # it looks like a stage
-            found = replace(found, help=f"{found.help}; for a part of the plan's model pass `partial=True` (`--partial`)")
+            found = replace(
+                found, help=f"{found.help}; for a part of the plan's model pass `partial=True` (`--partial`)"
+            )
         yield found
 
 

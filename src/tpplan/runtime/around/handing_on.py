@@ -66,7 +66,9 @@ def refuse_disagreeing(stages: Sequence[Handing | None]) -> None:
         if before.returns != after.takes:
             parts, whole = "each rank's part of a sequence", "whole sequences"
             made, taken = (parts, whole) if before.returns else (whole, parts)
-            mend = f"`input: sequence` for `{after.name}`" if before.returns else "`output: sequence` for the layer before"
+            mend = (
+                f"`input: sequence` for `{after.name}`" if before.returns else "`output: sequence` for the layer before"
+            )
             drop = f"`output` before `{after.name}`" if before.returns else f"`input` of `{after.name}`"
             raise CompileError.of(
                 "TP195",
