@@ -256,11 +256,11 @@ def _tell_stages(given: dict[str, Any], error: Exception) -> None:
 
 @takes(_tell_stages, stages=STAGES, mesh=AXIS)
 def check_stages(stages: nn.Module | Collection[nn.Module], plan: AskedPlan, mesh: DeviceMesh | None = None) -> None:
-    """Raise if a pattern of a plan matches in none of the parts of a model, or these hand on what the next doesn't take.
+    """Raise if a pattern of a plan matches in none of the parts of a model, or these don't take what others hand on.
 
     `partial=True` lets a plan for the whole model have patterns that match nothing in one stage. Only who sees the
     names of all stages can tell which of them match nothing at all. Of stages after `parallelize` it is also compared
-    whether each takes parts of a sequence where the one before returns them; their order is that of their layers' numbers.
+    whether each takes parts of a sequence where the one before returns them, in the order of their layers' numbers.
 
     Args:
         stages: the parts that this process has, before or after `parallelize`, on any device.

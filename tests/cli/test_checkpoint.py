@@ -89,7 +89,7 @@ def test_check_reports_all_misfits_of_plan_and_checkpoint_at_once(
     command = ["checkpoint", "check", str(tmp_path), "llama", "--model", str(folder), "--format", "concise"]
     assert main([*command, "--tp", "12"]) == 1  # more ranks than heads
     text = capsys.readouterr().out
-    assert "TP102" in text, text
+    assert "TP103" in text, text
     assert "2 of the model's 21 tensors can't be loaded" in text and "1 of the checkpoint's tensors hold" in text
 
 

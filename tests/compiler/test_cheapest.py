@@ -87,9 +87,8 @@ def test_the_topology_is_in_the_digest() -> None:
 
 def test_the_runner_up_is_the_next_of_all_and_has_its_price() -> None:
     plan = load_plan({"version": 1, "modules": STYLES})
-    found = {
-        held.end: held for held in runners_up(served(Block(), plan, 2, torch.empty(2, 8, 16)), 2, Pattern.parse("down"))
-    }
+    inner = served(Block(), plan, 2, torch.empty(2, 8, 16))
+    found = {held.end: held for held in runners_up(inner, 2, Pattern.parse("down"))}
     chosen, pinned = (compiled(pins, STYLES, 2) for pins in ({}, {("down", "output"): "sequence"}))
     assert chosen is not None and pinned is not None
     held = found["output"]

@@ -25,7 +25,7 @@ IDS = (torch.zeros(toys.BATCH, toys.SEQUENCE, dtype=torch.long),)
 Case = tuple[Callable[[], nn.Module], tuple[Any, ...] | None, int]
 CASES: dict[str, Case] = {
     "TP101": (toys.Positions, IDS, 2),
-    "TP102": (toys.Attention, toys.activations(), 5),
+    "TP102": (lambda: toys.Mlp(inner=3), toys.activations(), 4),
     "TP103": (lambda: toys.Attention(heads=2, literal=False), toys.activations(), 4),
     "TP104": (toys.LoneColwise, toys.activations(), 2),
     "TP105": (toys.Mlp, toys.activations(), 2),
@@ -49,6 +49,7 @@ CASES: dict[str, Case] = {
 ELSEWHERE = {
     "TP115": "compiler/test_findings.py",
     "TP116": "runtime/test_agreement.py",
+    "TP195": "runtime/test_stages.py",
     "TP117": "runtime/test_guard.py",
     "TP118": "runtime/test_guard.py",
     "TP119": "runtime/test_mixed_draws.py",

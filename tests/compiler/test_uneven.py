@@ -128,7 +128,7 @@ def test_views_of_an_uneven_dim_are_split_by_whole_entries_or_refused() -> None:
     assert [up.stored_shape(2, rank)[0] for rank in range(2)] == [15, 12]
     with pytest.raises(tpplan.CompileError) as raised:
         compiled(Cut(intermediate=27), MLP, tp=10)
-    assert codes(raised.value)[0] == "TP102"
+    assert codes(raised.value)[0] == "TP103"
 
 
 @pytest.mark.parametrize("rule", ["colwise", {"style": "colwise", "packed": {"a": 3, "b": 30}}])
@@ -145,7 +145,7 @@ def test_heads_are_not_cut() -> None:
     assert {p.stored_shape(3, 2)[0] for p in program.parameters if p.name == "q.weight"} == {HIDDEN // 4}
     with pytest.raises(tpplan.CompileError) as raised:
         compiled(Attention(), {"{q,k,v}": "colwise", "o": "rowwise"}, tp=5)
-    assert set(codes(raised.value)) == {"TP102"}
+    assert set(codes(raised.value)) == {"TP103"}
     assert "4 heads, fewer than the 5 ranks" in str(raised.value)
 
 

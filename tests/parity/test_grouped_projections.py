@@ -82,7 +82,7 @@ def test_queries_that_their_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(tpplan.CompileError) as caught:
         tpplan.compile_plan(Attention(by_numbers, 3), tpplan.load_plan(PLAN), 4, ACTIVATIONS)
     (found,) = caught.value.diagnostics
-    assert (found.code, found.span is not None) == ("TP102", True)
+    assert (found.code, found.span is not None) == ("TP103", True)
     assert "viewed as 2 groups of 3 + 1 + 1 heads" in found.message
 
 

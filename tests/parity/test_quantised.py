@@ -70,6 +70,58 @@ def test_outputs_are_equal(kind: str, tp: int, parameters: bool) -> None:
     assert len(codes) == 2 and all(p.local_bytes * tp == p.bytes for p in codes)
 
 
+def test_a_product_of_integers_is_split_as_any_product() -> None:
+    """Cheap enough for each run; the table above has it in turns."""
+    model = Mlp(partial(W8A8, kernel=True))
+    program = tpplan.compile_plan(model, PLAN, 2, calls())
+    assert program.count_collectives(backward=False) == {"all-reduce": 1, "all-gather": 1} and not program.freedoms
+    assert tpplan.verify(model, PLAN, 2, calls()).ok
+
+
+class Signed(Quantised):
+    """A plain weight, and a sign of one byte for each output."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.plain = nn.Parameter(torch.randn(outputs, inputs))
+        self.store(codes=1 - 2 * (bytes_of(outputs, 1).to(torch.int8) & 1))
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        return self.plain.to(dtype) * self.codes
+
+
+def test_small_codes_beside_a_plain_weight_are_not_what_is_split() -> None:
+    model = Mlp(Signed)
+    program = tpplan.compile_plan(model, PLAN, 2, calls())
+    cut = {p.name: str(p.layout) for p in program.parameters}
+    assert (cut["up.plain"], cut["down.plain"]) == ("S(0)", "S(1)")
+    assert (cut["up.codes"], cut.get("down.codes", "R")) == ("S(0)", "R")
+    assert tpplan.verify(model, PLAN, 2, calls()).ok
+
+
+class Picked(Quantised):
+    """A scale for each output and group; which group an input is of, in any order, says a number of its own."""
+
+    def __init__(self, inputs: int, outputs: int, indexed: bool) -> None:
+        super().__init__()
+        self.indexed = indexed
+        self.store(codes=int8(outputs, inputs), scales=torch.rand(outputs, 4) / 10, g_idx=torch.randperm(inputs) % 4)
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        scales = self.scales[:, self.g_idx] if self.indexed else self.scales.index_select(1, self.g_idx)
+        return self.codes.to(dtype) * scales
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_numbers_that_pick_along_another_dim_are_cut_with_that(indexed: bool) -> None:
+    model = Mlp(partial(Picked, indexed=indexed))
+    program = tpplan.compile_plan(model, PLAN, 2, calls())
+    cut = {p.name: str(p.layout) for p in program.parameters}
+    assert (cut["up.codes"], cut["up.scales"], cut.get("up.g_idx", "R")) == ("S(0)", "S(0)", "R")
+    assert (cut["down.codes"], cut.get("down.scales", "R"), cut["down.g_idx"]) == ("S(1)", "R", "S(0)")
+    assert tpplan.verify(model, PLAN, 2, calls()).ok
+
+
 @pytest.mark.parametrize("kind", slow_but(["int4 in groups, two to a byte"], [*EXACT]))
 def test_gradients_pass_through_frozen_layers(kind: str) -> None:
     report = tpplan.verify(Mlp(EXACT[kind]), PLAN, 2, calls(requires_grad=True))

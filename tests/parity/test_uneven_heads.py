@@ -247,7 +247,7 @@ def test_fewer_heads_than_ranks_are_refused_with_a_remedy_that_works() -> None:
     with pytest.raises(tpplan.CompileError) as raised:
         compile_call(Request(model, plan, 7, *call))
     found = raised.value.diagnostics[0]
-    assert (found.code, found.help) == ("TP102", "use an axis of at most 6 ranks, or remove the rule")
+    assert (found.code, found.help) == ("TP103", "use an axis of at most 6 ranks, or remove the rule")
     for ranks in range(2, 7):
         compile_call(Request(model, plan, ranks, *call))
 

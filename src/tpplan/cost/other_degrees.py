@@ -8,7 +8,7 @@ A step of p stages and m microbatches, c ranks of a context, with t seconds of o
 
     T = (m + p - 1) · (t / (p·c) + ring + 2 · send) + sums + optimizer / p
 
-(m + p - 1) / m is the bubble of 1F1B. A microbatch is sent on forward and back. The ring of a context (Liu et al., "Ring
+(p - 1) / m is the bubble of 1F1B. A microbatch is sent on forward and back. The ring of a context (Liu et al., "Ring
 attention", 2023) passes keys and values in the forward, and again with their gradients in the backward.
 """
 
@@ -26,8 +26,8 @@ _MOST = 4096
 _EACH = 4  # microbatches of a stage
 _RINGS = 3  # keys and values in the forward; these, and their gradients, in the backward
 ASSUMED = {
-    "pipeline": f"pipelines have {_EACH} microbatches of the row's batch for each stage, even stages, 1F1B's bubble, and "
-    "sends that nothing hides",
+    "pipeline": f"pipelines have {_EACH} microbatches of the row's batch for each stage, even stages, 1F1B's bubble, "
+    "and sends that nothing hides",
     "context": "ranks of a context share attention evenly, and nothing hides their rings",
 }
 
@@ -82,17 +82,15 @@ class OtherStep:
 
 
 def other_step(cluster: Cluster, one: Microbatch, pipeline: int = 1, context: int = 1) -> OtherStep:
-    """What a step takes with so many stages and ranks of a context. Ranks of the plan are nearest, then the context's."""
+    """What a step takes with so many stages, and ranks of a context; the plan's ranks are nearest, then these."""
     tp, dp = one.ranks
     group = Group.of(cluster, context, tp)
     apart = 1 if pipeline * context * tp <= cluster.in_node else 2
     microbatches = _EACH * pipeline if pipeline > 1 else 1
     layers = max(one.blocks, 1)
     ring = _RINGS * layers / pipeline * collective_seconds(cluster, "all-gather", one.keys // layers, group)
-    # Of two ranks that gather, each sends the other its half.
-    send = (
-        collective_seconds(cluster, "all-gather", 2 * one.handed // context, Group(2, apart)) if pipeline > 1 else 0.0
-    )
+    both = 2 * one.handed // context if pipeline > 1 else 0  # of two ranks that gather, each sends the other its half
+    send = collective_seconds(cluster, "all-gather", both, Group(2, apart))
     sums = collective_seconds(cluster, "all-reduce", one.gradients // pipeline, group)
     slot = one.seconds / (pipeline * context) + ring + 2 * send
     total = (microbatches + pipeline - 1) * slot + sums + one.optimizer_seconds / pipeline

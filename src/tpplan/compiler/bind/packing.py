@@ -457,7 +457,7 @@ def _way_out(sizes: Sequence[int]) -> str:
 
 
 def _cut_heads(bound: Bound, index: int, held: Pack, heads: int, axis: Axis) -> Diagnostic:
-    """TP102 for heads that the axis would cut."""
+    """TP103 for heads that the axis would cut."""
     views = f"its {held.size} features are viewed as {heads} heads"
     found = _cut(bound, index, views, f"{heads} heads", heads, axis.size)
     if not axis.uneven.queries:
@@ -466,7 +466,7 @@ def _cut_heads(bound: Bound, index: int, held: Pack, heads: int, axis: Axis) -> 
 
 
 def _cut_groups(bound: Bound, groups: int, group: Taken, size: int) -> Diagnostic:
-    """TP102 for groups, fewer than the ranks, whose heads can't be shared out among those that a group gets."""
+    """TP103 for groups, fewer than the ranks, whose heads can't be shared out among those that a group gets."""
     each = " + ".join(str(n or 1) for n in heads_of(group))
     features = groups * sum(group.stretches)
     views = f"its {features} features are viewed as {groups} groups of {each} heads"
@@ -475,7 +475,7 @@ def _cut_groups(bound: Bound, groups: int, group: Taken, size: int) -> Diagnosti
 
 def _cut(bound: Bound, index: int, views: str, counted: str, count: int, size: int) -> Diagnostic:
     return Diagnostic(
-        code="TP102",
+        code="TP103",
         message=f"{_what(bound, index)} can't be split: {views}, {cannot_share(count, size)}",
         span=bound.rule.span_of("packed"),
         label=f"{counted} / {size} ranks",

@@ -27,6 +27,7 @@ from tpplan.ops.declared import registering, rule_of
 from tpplan.plan import Diagnostic, Pin, Style
 
 _ALONG = "can't run on a part of the sequence"
+_SHOWN = 4  # ranks' parts in a message
 _REENTERED = "pass `use_reentrant=False`, with which autograd sees all that the checkpoint calls; or "
 
 
@@ -138,7 +139,7 @@ def _of_placement(here: Instance, failure: Failure, trace: Trace, binding: Bindi
             option=option,
         )  # fmt: skip
     return _finding("TP107", bound, module, node.location,
-        f"the body of {module} can't run on local shards: {node.name} {refusal.reason}",
+        f"the body of {module} can't run on local shards: {node.name} {refusal.reason}{_shares(here.region, split)}",
         _way_out(bound, module, refusal, option, parameter),
         _operands(here.region, refusal),
         option=option,
@@ -186,6 +187,19 @@ def _finding(
 def _operands(region: Region, refusal: Refusal) -> str:
     shown = [f"{list(region.values[i].shape)} {held}" for i, held in refusal.operands]
     return "its operands: " + "; ".join(shown) if shown else ""
+
+
+def _shares(region: Region, split: tuple[int, Layout] | None) -> str:
+    """Which entries of a split dim the ranks have, where they don't share it evenly."""
+    pack = next((pack for pack in split[1].packs if pack.parts or pack.replicas > 1), None) if split else None
+    if split is None or pack is None:
+        return ""
+    dim, text = split[1].dim or 0, "each part on several ranks"
+    if pack.parts:
+        held = [f"{start}-{start + length - 1}" for start, length in pack.parts[:_SHOWN]]
+        text = ", ".join([*held, *(["…"] if len(pack.parts) > _SHOWN else [])])
+        text += ", some of them several times" if pack.is_shared else ", not evenly"
+    return f"; of the {region.values[split[0]].shape[dim]} entries of dim {dim} the ranks hold {text}"
 
 
 def _way_out(bound: Bound | None, module: str, refusal: Refusal, option: str, parameter: str) -> str:
