@@ -12,6 +12,7 @@ import tpplan
 from tests.compiler.toys import HIDDEN, Attention, Mlp, codes, compiled, reshards, x_BSH
 from tests.models.tiny import tiny_model
 from tests.models.uneven import GATED, MLP, Gated
+from tests.zoo.architectures import build
 from tpplan.compiler.check import local_run as check_module
 from tpplan.compiler.check.local_run import PassedCall, check, different_ranks
 from tpplan.compiler.check.same_steps import CheckInput, Mismatch
@@ -170,3 +171,21 @@ def test_a_made_up_sequence_can_be_split_and_hardly_grows(tp: int, tokens: int) 
     _, keywords = example_call(model, tp)
     assert tuple(keywords["input_ids"].shape) == (3, tokens)
     assert tokens % tp == 0 and tokens // tp >= 2
+
+
+def test_a_norm_over_heads_that_ranks_share_says_which_entries_they_have() -> None:
+    model, call = build("olmo2")
+    with pytest.raises(tpplan.CompileError) as raised:
+        tpplan.compile_plan(model, "olmo2", 3, call)
+    assert "of the 12 entries of dim 2 the ranks hold 0-5, 0-11, 6-11, some of them several times" in str(raised.value)
+    with pytest.raises(tpplan.CompileError, match=r"hold 0-5, 0-5, 0-5, 6-11, …, some of them several times"):
+        tpplan.compile_plan(model, "olmo2", 7, call)
+
+
+@pytest.mark.parametrize("tp", [6, 7])  # of which one divides the features
+def test_fewer_heads_than_ranks_have_one_code(tp: int) -> None:
+    model, call = build("bart")
+    with pytest.raises(tpplan.CompileError) as raised:
+        tpplan.compile_plan(model, "bart", tp, call)
+    assert {found.code for found in raised.value.errors} == {"TP103"}
+    assert "4 heads, fewer than the" in str(raised.value)
