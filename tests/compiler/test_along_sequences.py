@@ -87,8 +87,8 @@ def test_it_is_named_beside_rules_inside_of_the_body(body: str) -> None:
 
 def test_a_split_of_features_inside_is_at_fault_by_itself() -> None:
     net = Net("roll")
-    net.mid = Projected("roll")
-    net.mid.forward = lambda z: net.mid.o(net.mid.q(z).cumsum(-1)[..., :16])
+    net.mid = mid = Projected("roll")
+    mid.forward = lambda z: mid.o(mid.q(z).cumsum(-1)[..., :16])
     rules = {"embedding": "vocab", "mid": "sequence", "mid.q": "colwise", "mid.o": "rowwise"}
     with pytest.raises(tpplan.CompileError) as caught:
         tpplan.compile_plan(net, {"version": 1, "modules": rules}, 2, (IDS,))

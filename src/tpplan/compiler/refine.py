@@ -109,13 +109,15 @@ def _keep_whole(subject: CheckInput, learned: Learned, values: set[int], finding
 
 
 def _read_size(
-    subject: CheckInput, learned: Learned, mismatch: Mismatch, places: Collection[tuple[Name, int]]
-) -> Collection[tuple[Name, int]]:
+    subject: CheckInput, learned: Learned, mismatch: Mismatch, places: set[tuple[Name, int]]
+) -> set[tuple[Name, int]]:
     """Of values that have one size the first that gets past the mismatch if it alone is whole; all, if none does."""
     instance = find_instance(subject.instance, mismatch.frame.module, mismatch.frame.call)
     others = {frame.module for frame in mismatch.frame.walk() if frame is not mismatch.frame}  # these get what they got
     learned = replace(learned, excused=learned.excused | others)
-    for place in sorted(places)[:_ALONE] if instance is not None and len(places) > 1 else ():
+    if instance is None or len(places) < 2:
+        return places
+    for place in sorted(places)[:_ALONE]:
         held = subject.assignment
         whole = replace(held, layouts=held.layouts | {instance.values[place[1]]: REPLICATED})
         after = _mismatch(replace(subject, assignment=whole), learned)
