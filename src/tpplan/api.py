@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -154,9 +155,11 @@ def suggest_text(
 
 
 def _tell(given: dict[str, Any], error: Exception) -> None:
-    mesh, model = given.get("mesh"), given["model"]
-    plan, _ = known_plan(given["plan"], model if MODEL.fits(model) else None, axis_name(mesh))
-    agree(axis_mesh(mesh, None if plan is None else plan.axis, given.get("tp")).get_group(), None, error)
+    mesh, model, plan = given.get("mesh"), given["model"], None
+    with suppress(Exception):  # no plan, as the call itself would go on
+        plan, _ = known_plan(given["plan"], model if MODEL.fits(model) else None, axis_name(mesh))
+    over = axis_mesh(mesh, None if plan is None else plan.axis, given.get("tp") if mesh is None else None)
+    agree(over.get_group(), None, error)
 
 
 @takes(_tell, model=MODEL, mesh=MESH, tp=optional(RANKS), broadcast=FLAG, partial=FLAG)

@@ -76,8 +76,9 @@ class _Ready:
 
 def _tell(given: Mapping[str, Any], error: Exception) -> None:
     known, _ = _known_plan(given.get("plan", AUTO), False)
-    here = axis_mesh(given.get("mesh"), known.axis if known else None, given.get("tp"))
-    AgreeingRanks(nn.Module(), here).settle(str(given["folder"]), None, (), error)
+    mesh = given.get("mesh")
+    tp = None if mesh is not None and mesh.ndim == 1 else given.get("tp")
+    AgreeingRanks(nn.Module(), _ranks(mesh, known, tp)).settle(str(given["folder"]), None, (), error)
 
 
 @takes(
@@ -142,7 +143,7 @@ def from_pretrained(
     """
     folder = _found_folder(folder)
     known, error = _known_plan(plan, sequence_parallel)
-    here = mesh if mesh is not None and tp is None else axis_mesh(mesh, known.axis if known else None, tp)
+    here = _ranks(mesh, known, tp)
     ready: _Ready | None = None
     if error is None:
         asked = _Asked(
@@ -169,6 +170,11 @@ def from_pretrained(
     for held in loaded.warnings:
         warn_user(held.text)
     return init_weights(model, missing=True) if loaded.missing else model
+
+
+def _ranks(mesh: DeviceMesh | None, known: Plan | None, tp: int | None) -> DeviceMesh:
+    """The ranks that load together: all of the user's mesh, or those of an axis."""
+    return mesh if mesh is not None and tp is None else axis_mesh(mesh, known.axis if known else None, tp)
 
 
 def _found_folder(folder: str | os.PathLike[str]) -> str | os.PathLike[str]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tpplan.compiler.trace.slots import LENGTH, slots_of
 from tpplan.compiler.trace.surroundings import Surroundings
+from tpplan.state.reads import note_reads, reads
 
 
 class Kept:
@@ -34,6 +35,7 @@ TABLE: dict[str, Any] = {"a": 1, "inner": {"b": 2}}
 LIST: list[Any] = [1, [2]]
 QUEUE = deque([1, 2])
 KEPT = Kept()
+BY_TENSOR: dict[Tensor, int] = {torch.zeros(3): 1}
 IN_A_TUPLE = ([0], SimpleNamespace(count=0))
 IN_A_TABLE: dict[str, Any] = {"slotted": Slotted(), "call": (lambda held: lambda: held)([0])}
 TENSORS: dict[str, Tensor] = {}
@@ -52,6 +54,11 @@ class Model(nn.Module):
         return self.up(x)
 
 
+def put_another() -> None:
+    BY_TENSOR.clear()
+    BY_TENSOR[torch.ones(3)] = 2
+
+
 def count() -> None:
     global NUMBER
     NUMBER += 1
@@ -63,6 +70,11 @@ CHANGES: dict[str, tuple[Callable[[], object], str]] = {
     "a list in a list": (lambda: LIST[1].append(3), f"LIST[1]{LENGTH}"),
     "a queue": (lambda: QUEUE.rotate(1), "QUEUE[0]"),
     "an object": (lambda: setattr(KEPT, "count", KEPT.count + 1), "KEPT.count"),
+    "an object that is given another dict": (
+        lambda: setattr(KEPT, "__dict__", {"count": -1, "inner": []}),
+        "KEPT.count",
+    ),
+    "what a tensor is the key of": (put_another, "BY_TENSOR[tensor([1., 1., 1.])]"),
     "what an object holds": (lambda: KEPT.inner.append(1), f"KEPT.inner{LENGTH}"),
     "what a tuple holds": (lambda: IN_A_TUPLE[0].append(1), f"IN_A_TUPLE[0]{LENGTH}"),
     "a namespace": (lambda: setattr(IN_A_TUPLE[1], "count", IN_A_TUPLE[1].count + 1), "IN_A_TUPLE[1].count"),
@@ -105,3 +117,22 @@ def test_it_is_looked_through_once_while_nothing_changes() -> None:
     known = {**around.remembered}
     slots_of(model, around)
     assert all(around.remembered[key] is held for key, held in known.items())
+
+
+class Refusing(type):
+    """A class of classes that take no more attributes."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise AttributeError(name)
+
+
+class Frozen(nn.Module, metaclass=Refusing):
+    """A module whose class can't be written to."""
+
+
+def test_reads_of_a_class_that_refuses_attributes_are_told() -> None:
+    module = Frozen()
+    with reads() as read:
+        note_reads([module])
+        assert module.training
+    assert read == {"training"} and "__getattribute__" not in vars(Frozen)

@@ -39,6 +39,8 @@ CALLS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "a model to save": (tpplan.save_weights, {}, {"model": "mine"}),
     "a folder of a model": (tpplan.from_pretrained, {"plan": "llama"}, {"folder": 3}),
     "a dtype": (tpplan.from_pretrained, {"plan": "llama"}, {"dtype": 3}),
+    "ranks of a model": (tpplan.from_pretrained, {"plan": "llama"}, {"tp": "2"}),
+    "ranks": (tpplan.parallelize, {"plan": PLAN}, {"tp": "2"}),
     "broadcast": (tpplan.parallelize, {"plan": PLAN}, {"broadcast": "no"}),
     "a model": (tpplan.parallelize, {"plan": PLAN}, {"model": Mlp}),
     "a plan": (tpplan.parallelize, {"plan": PLAN}, {"plan": 3}),
@@ -83,3 +85,33 @@ def test_all_ranks_raise(name: str, tmp_path: Path) -> None:
 def test_all_ranks_raise_without_a_mesh(tmp_path: Path) -> None:
     (kind, text), (own, _) = world(2).run(_told, "broadcast", str(tmp_path), True, seconds=60)
     assert (kind, own) == ("CompileError", "ArgumentError") and "rank 1" in text
+
+
+def _of_two_axes(member: Member, folder: str) -> str:
+    mesh = member.mesh(2, 2, names=("dp", "tp"))
+    try:
+        tpplan.from_pretrained(folder, "llama", mesh, **({"dtype": 3} if member.rank == 3 else {}))
+    except tpplan.TpplanError as error:
+        return str(error)
+    return ""
+
+
+def test_all_ranks_of_a_mesh_of_two_axes_raise(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 32}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).save_pretrained(tmp_path)
+    for text in world(4).run(_of_two_axes, str(tmp_path), seconds=60):
+        assert "`dtype` takes " in text
+
+
+def _of_no_plan(member: Member) -> str:
+    wrong: dict[str, Any] = {"plan": "nowhere", "broadcast": "no"} if member.rank else {"plan": PLAN}
+    try:
+        tpplan.parallelize(Mlp(), **wrong, mesh=member.mesh(), inputs=torch.zeros(2, 8))
+    except tpplan.TpplanError as error:
+        return str(error)
+    return ""
+
+
+def test_all_ranks_raise_where_one_has_no_plan_either() -> None:
+    for text in world(2).run(_of_no_plan, seconds=60):
+        assert "`broadcast` takes " in text

@@ -38,6 +38,7 @@ from tests.runtime.pipelines import (
     words,
 )
 from tests.runtime.world import Member, world
+from tpplan.runtime.around.handing_on import Handing, layers_of, refuse_disagreeing
 
 PLANS = {"plain": PLAIN, "sequence": SEQUENCE, "handed on": HANDED_ON}
 SCHEDULES = (
@@ -260,6 +261,9 @@ def test_a_pattern_that_matches_in_no_stage_is_told_by_who_sees_them_all() -> No
         tpplan.check_stages(stages, planned(MISSPELT))
     (finding,) = caught.value.diagnostics
     assert finding.code == "TP012" and "did you mean `layers.*.attention.o`" in (finding.help or "")
+    with pytest.raises(tpplan.CompileError) as caught:
+        tpplan.check_stages(stages, planned({**PLAIN, "elsewhere.gate": "rowwise"}))
+    assert "the model has modules such as" in str(caught.value) and "partial" not in str(caught.value)
     with pytest.raises(tpplan.CompileError, match="TP012"):
         tpplan.check_stages(stages[1], planned(PLAIN))
 
@@ -504,6 +508,21 @@ def test_stages_that_do_not_take_what_the_ones_before_return_are_told(
     for said in world(4).run(disagreeing, rules, ours):
         assert bool(said) == bool(says) and all(part in said for part in says), said
         assert not says or "TP195" in said
+
+
+def test_stages_go_by_the_lists_that_all_have_layers_of() -> None:
+    def stage(names: dict[str, int], takes: bool = True, returns: bool = True) -> Handing:
+        return Handing(names, takes, returns)
+
+    first, last = stage({"layers.": 0}, takes=False), stage({"layers.": 8, "head.": 1}, returns=False)
+    refuse_disagreeing([last, stage({"layers.": 4}), first, stage({}, returns=False)])
+    refuse_disagreeing([stage({"encoder.": 0}, returns=False), stage({"decoder.": 1})])
+    refuse_disagreeing([stage({"a.": 0, "b.": 1}, returns=False), stage({"a.": 1, "b.": 0})])
+    with pytest.raises(tpplan.CompileError, match=r"from `layers.0` on .* `layers.8` on takes each rank's part"):
+        refuse_disagreeing([last, stage({"layers.": 0, "embed.": 2}, returns=False)])
+    model = cut(made(), 1, 2)
+    model.add_module("fc1", nn.Sequential(nn.Linear(2, 2)))
+    assert layers_of(model) == {"layers.": 2, "fc1.": 0}
 
 
 def loaded(member: Member, folder: str) -> tuple[float, int, list[str], str]:

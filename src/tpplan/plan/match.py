@@ -102,6 +102,17 @@ def match_rules(
     )
 
 
+def of_a_part(matched: Matched) -> list[Diagnostic]:
+    """The diagnostics for a model that looks like a stage: only some patterns match, and the others are near none."""
+    way_out = "for a part of the plan's model pass `partial=True` (`--partial`)"
+    return [
+        replace(found, help=f"{found.help}; {way_out}")
+        if matched.rules and found.code == "TP012" and not (found.help or "").startswith("did you mean")
+        else found
+        for found in matched.diagnostics
+    ]
+
+
 def matching_rules(rules: Iterable[Rule], names: Sequence[str]) -> list[Rule]:
     """Those of the rules that match any of these names, of modules and parameters alike."""
     index = _NameIndex(names)
@@ -147,18 +158,12 @@ class _NameIndex:
 
 
 def _unmatched(rules: Sequence[Rule], tallies: Sequence[_Tally], suggestions: Suggestions) -> Iterable[Diagnostic]:
-    others = any(tally.matched for tally in tallies)
     for rule, tally in zip(rules, tallies, strict=True):
         if tally.matched or (rule.style is Style.NONE and rule.overrides):
             continue
         # A `none` that carves nothing out changes nothing, but it's likely to be misspelt.
         severity = Severity.WARNING if rule.style is Style.NONE else Severity.ERROR
-        found = _unmatched_pattern(rule.pattern, rule.pattern_span, suggestions, severity)
-        if others and not (found.help or "").startswith("did you mean"):  # it looks like a stage
-            found = replace(
-                found, help=f"{found.help}; for a part of the plan's model pass `partial=True` (`--partial`)"
-            )
-        yield found
+        yield _unmatched_pattern(rule.pattern, rule.pattern_span, suggestions, severity)
 
 
 def _unmatched_kernels(

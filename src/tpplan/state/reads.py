@@ -77,9 +77,10 @@ def _count(kinds: Iterable[type], more: int) -> None:
             before = _blocks[kind]
             _blocks[kind] += more
             if not before:
-                kind.__getattribute__ = _noted  # pyright: ignore[reportAttributeAccessIssue]
+                type.__setattr__(kind, "__getattribute__", _noted)  # whatever its own class refuses
             elif not _blocks[kind]:
-                del kind.__getattribute__, _blocks[kind]
+                type.__delattr__(kind, "__getattribute__")
+                del _blocks[kind]
 
 
 def _noted(module: nn.Module, name: str) -> Any:

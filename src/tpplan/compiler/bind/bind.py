@@ -21,6 +21,7 @@ from tpplan.compiler.bind.recurrent_layers import recurrence
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, Pack, packed, sharded
 from tpplan.compiler.ir.replaced_bodies import Recurrence, SharedExperts
 from tpplan.plan import Diagnostic, Pin, Plan, Rule, Style
+from tpplan.plan.match import of_a_part
 from tpplan.plan.shipped import naming_shipped
 
 _T = TypeVar("_T")
@@ -124,7 +125,7 @@ def bind_rules(model: nn.Module, plan: Plan) -> tuple[Binding, list[Diagnostic]]
     parameters = [name for name, _ in stored_tensors(model)]
     matched = plan.match((name for name in modules if name), parameters)
     architecture = getattr(getattr(model, "config", None), "model_type", None)
-    diagnostics = naming_shipped(matched.diagnostics, type(model).__name__, architecture, plan.name)
+    diagnostics = naming_shipped(of_a_part(matched), type(model).__name__, architecture, plan.name)
     bound: dict[str, Bound] = {}
     wrappers: dict[str, Diagnostic] = {}
     for name, rule in matched.rules.items():

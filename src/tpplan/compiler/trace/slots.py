@@ -13,9 +13,10 @@ looked through once, and again where a container in it no longer holds the same 
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import CellType, FunctionType
 from typing import Any, NamedTuple, cast
 
@@ -114,7 +115,7 @@ class _Outside(NamedTuple):
     def is_same(self, values: list[dict[str, Any]]) -> bool:
         """Whether all holds the same objects still."""
         pairs = (*zip(values, self.values, strict=True), *self.contents)
-        return all([holds_the_same([*held()] if callable(held) else held, before) for held, before in pairs])
+        return all([holds_the_same(held() if callable(held) else held, before) for held, before in pairs])
 
 
 class _Collector:
@@ -196,12 +197,12 @@ def _copied(held: Any, kind: Any) -> tuple[Any, Any]:
     if issubclass(kind, (list, deque, set)):
         return held, [*held]
     if shows_its_state(kind) and shown_items(held) is None:
-        return vars(held), dict(vars(held))
+        return functools.partial(vars, held), dict(vars(held))  # an object may be given another `__dict__`
 
-    def look() -> Iterator[Any]:
-        return (inner for _, inner in members(held))
+    def look() -> list[Any]:
+        return [inner for _, inner in members(held)]
 
-    return look, [*look()]
+    return look, look()
 
 
 __all__ = ["FEW", "LENGTH", "Slot", "hook_name", "slots_of"]

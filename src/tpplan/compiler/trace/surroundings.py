@@ -463,9 +463,8 @@ def _put_numbers(held: Any, kept: Any, size: int) -> None:
 
 def holds_the_same(held: Any, before: Any) -> bool:
     """Whether a container holds the same objects in the same order as before, found in C."""
-    if isinstance(before, dict):
-        return [*held] == [*before] and all(map(is_, held.values(), before.values()))  # pyright: ignore
-    return len(held) == len(before) and all(map(is_, held, before))
+    same = len(held) == len(before) and all(map(is_, held, before))
+    return same and (not isinstance(before, dict) or all(map(is_, held.values(), before.values())))  # pyright: ignore
 
 
 def generators() -> list[Callable[[], object]]:

@@ -9,7 +9,7 @@ wrong; so is one that takes parts for whole tensors. Only who sees both can tell
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -20,7 +20,7 @@ from tpplan.compat.modules import named_modules
 from tpplan.plan import CompileError
 from tpplan.runtime.modules.sharded_modules import RUNTIME, ShardedRoot
 
-_NUMBER = re.compile(r"\d+")
+_LAYER = re.compile(r"((?:[^.]*[^.\d][^.]*\.)*)(\d+)")  # of no list inside of another layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,11 @@ class Handing:
     """What a stage that is sharded takes and returns.
 
     Attributes:
-        numbers, name: of its first layer; none if it has no layers.
+        first: the least number of each list that it has layers of, by the list's name.
         takes, returns: whether tensors that arrive and leave are parts.
     """
 
-    numbers: tuple[int, ...]
-    name: str
+    first: Mapping[str, int]
     takes: bool
     returns: bool
 
@@ -44,13 +43,15 @@ def handing(stage: nn.Module) -> Handing | None:
     guard: Any = None if root is None else root.__dict__[RUNTIME].guard
     if guard is None:
         return None
-    names = [name for name, _ in named_modules(stage)]
-    first = min((name for name in names if _NUMBER.search(name)), key=_numbers, default="")
-    return Handing(_numbers(first), first, bool(guard.program.arriving), guard.program.hands_on)
+    return Handing(layers_of(stage), bool(guard.program.arriving), guard.program.hands_on)
 
 
-def _numbers(name: str) -> tuple[int, ...]:
-    return tuple(map(int, _NUMBER.findall(name)))
+def layers_of(stage: nn.Module) -> dict[str, int]:
+    """The least number of each list of layers, by its name with the dot after it."""
+    first: dict[str, int] = {}
+    for found in filter(None, (_LAYER.fullmatch(name) for name, _ in named_modules(stage))):
+        first[found[1]] = min(int(found[2]), first.get(found[1], int(found[2])))
+    return first
 
 
 def refuse_disagreeing(stages: Sequence[Handing | None]) -> None:
@@ -60,22 +61,28 @@ def refuse_disagreeing(stages: Sequence[Handing | None]) -> None:
         CompileError: TP195.
     """
     known = [stage for stage in stages if stage is not None]
-    if len(known) < len(stages) or len({stage.numbers for stage in known}) < len(known):
+    layered = [stage for stage in known if stage.first]
+    orders: dict[str, list[int]] = {}
+    for name in layered[0].first if layered else ():
+        numbers = [stage.first.get(name, -1) for stage in layered]
+        if len(set(numbers)) == len(numbers) and min(numbers) >= 0:
+            orders[name] = sorted(range(len(numbers)), key=numbers.__getitem__)
+    of = next(iter(orders), "")
+    if len(known) < len(stages) or any(order != orders[of] for order in orders.values()):
         return  # some aren't sharded yet, or nobody can tell their order
-    for before, after in pairwise(sorted(known, key=lambda stage: stage.numbers)):
+    for before, after in pairwise([layered[place] for place in orders.get(of, ())]):
         if before.returns != after.takes:
+            here, there = f"{of}{before.first[of]}", f"{of}{after.first[of]}"
             parts, whole = "each rank's part of a sequence", "whole sequences"
             made, taken = (parts, whole) if before.returns else (whole, parts)
-            mend = (
-                f"`input: sequence` for `{after.name}`" if before.returns else "`output: sequence` for the layer before"
-            )
-            drop = f"`output` before `{after.name}`" if before.returns else f"`input` of `{after.name}`"
+            mend = f"`input: sequence` for `{there}`" if before.returns else "`output: sequence` for the layer before"
+            drop = f"`output` before `{there}`" if before.returns else f"`input` of `{there}`"
             raise CompileError.of(
                 "TP195",
-                f"the stage from `{before.name}` on returns {made}, and the one from `{after.name}` on takes {taken}",
+                f"the stage from `{here}` on returns {made}, and the one from `{there}` on takes {taken}",
                 help=f"write {mend} as well, or remove {drop}",
-                subject=after.name,
+                subject=there,
             )
 
 
-__all__ = ["Handing", "handing", "refuse_disagreeing"]
+__all__ = ["Handing", "handing", "layers_of", "refuse_disagreeing"]
