@@ -543,7 +543,7 @@ BUGS = (
     Bug("a ring passes its own part, too", "cost/other_degrees.py",
         "ring = _RINGS * layers / pipeline", "ring = layers / pipeline", ("cost/test_advise.py",)),
     Bug("stages aren't compared in the order of layers", "runtime/around/handing_on.py",
-        "pairwise(sorted(known, key=lambda stage: stage.numbers))", "pairwise(known)", ("runtime/test_stages.py",)),
+        "pairwise([layered[place] for place in orders.get(of, ())])", "pairwise(layered)", ("runtime/test_stages.py",)),
     Bug("a call on a cache is told of an odd sequence", "calls/guard.py",
         "_CONTINUED if call is not None and _continues(call) else uneven", "uneven", ("runtime/test_stages.py",)),
     Bug("a stage is told of what other stages load", "checkpoint/wanted.py",
