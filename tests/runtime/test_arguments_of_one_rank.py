@@ -90,7 +90,8 @@ def test_all_ranks_raise_without_a_mesh(tmp_path: Path) -> None:
 def _of_two_axes(member: Member, folder: str) -> str:
     mesh = member.mesh(2, 2, names=("dp", "tp"))
     try:
-        tpplan.from_pretrained(folder, "llama", mesh, **({"dtype": 3} if member.rank == 3 else {}))
+        dtype: Any = 3 if member.rank == 3 else None
+        tpplan.from_pretrained(folder, "llama", mesh, dtype)
     except tpplan.TpplanError as error:
         return str(error)
     return ""
