@@ -25,12 +25,13 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from tpplan.compiler.ir.layout import Collective
 from tpplan.compiler.ir.program import Program
+from tpplan.compiler.ir.assembly import stock_again
 from tpplan.parity.call import Call
 from tpplan.parity.drawn import Draws, DrawsOfRank
 from tpplan.parity.parity_errors import RankError, RankTimeoutError, VerifyError, describe
 from tpplan.parity.rank import RankResult, run_rank
 from tpplan.parity.threads import TIMEOUT
-from tpplan.runtime.parameters.taken_apart import put_together, take_apart
+from tpplan.runtime.parameters.taken_apart import take_apart
 from tpplan.runtime.ranks.communicator import ProcessGroupCommunicator
 
 _JOB = "job.pt"
@@ -66,17 +67,15 @@ def run_in_processes(
 
 
 def _send(job: tuple[nn.Module, Program, Call, dict[str, Tensor], Draws | None], folder: Path) -> None:
-    put_together(job[0].modules())  # pickle knows the classes of modules, and none that is made here
     try:
-        torch.save(job, folder / _JOB)
+        with stock_again(job[0].modules()):  # pickle knows the classes of modules, and none that is made here
+            torch.save(job, folder / _JOB)
     except Exception as error:  # pickle raises PicklingError, AttributeError and TypeError alike
         raise VerifyError.of(
             "TP194",
             f"`{type(job[0]).__name__}` can't be sent to other processes: {describe(error)}",
             help="define its classes and functions at the top of a module, or verify with simulated ranks",
         ) from error
-    finally:
-        take_apart(job[0])
 
 
 def _join(ranks: Any, folder: Path, timeout: float) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tpplan.compat.modes import TorchDispatchMode
 from tpplan.compat.schemas import OpOverload
+from tpplan.compiler.ir.assembly import stock_again
 from tpplan.ops.registry import has_role
 from tpplan.parity.call import Call
 from tpplan.parity.drawn import Draws, OwnDraws
@@ -94,8 +95,9 @@ def run_reference(model: nn.Module, call: Call, seed: int) -> UnshardedRun:
 
     meter, own = ArithmeticMeter(), OwnDraws(seed + 3)
     try:
-        with own, meter:
-            seen = observe(copy_structure(model), call, cotangent)
+        copied = copy_structure(model)
+        with stock_again(copied.modules()), own, meter:
+            seen = observe(copied, call, cotangent)
     except Exception as error:  # the model's own, whatever it is
         raise UnshardedError.of(
             "TP194", f"the unsharded `{type(model).__name__}` raised {describe(error)}", help="call it on its own first"

@@ -11,7 +11,8 @@ What else its class knows of a rank's part, such as the shape of its blocks, is 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,8 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat.modes import under_function_modes, without_dispatch_modes
+from tpplan.compat.modules import own_parameters
 from tpplan.compiler.ir.kept_tensors import Shape, WrapperError, contiguous, is_wrapper, wrapper_on_meta
 
+Table = dict[str, nn.Parameter | None]
 ASSEMBLIES = "_tpplan_assemblies"
 """The attribute of a module's class with the assemblies of its weights, by name."""
 
@@ -55,10 +58,12 @@ class Assembly:
         if tensor.requires_grad:
             raise WrapperError("it requires grad, which its parts couldn't be given")
         names, context = kind.__tensor_flatten__(tensor)
-        inner = {name: getattr(tensor, name) for name in names}
+        inner: dict[str, Tensor] = {name: getattr(tensor, name) for name in names}
         other = next((held for held in inner.values() if type(held) not in (Tensor, nn.Parameter)), None)
         if other is not None:
             raise WrapperError(f"what it keeps is again of a class of its own, a `{type(other).__name__}`")
+        if any(held.requires_grad for held in inner.values()):
+            raise WrapperError("what it keeps requires grad, which its parts couldn't be given")
         try:
             assembly = cls(leaf, wrapper_on_meta(tensor), tuple(names), context)
             made = assembly.made({name: getattr(assembly.example, name) for name in names})
@@ -66,6 +71,9 @@ class Assembly:
             raise WrapperError(f"it can't be put together of its parts again: {error}") from error
         if type(made) is not kind or made.shape != tensor.shape or made.dtype != tensor.dtype:
             raise WrapperError("its parts make another tensor")
+        lost = next((name for name in vars(assembly.example) if name not in vars(made) and name != "_is_param"), None)
+        if lost is not None:
+            raise WrapperError(f"what it keeps in `{lost}` is none of what its `__tensor_flatten__` gives")
         return assembly
 
     @property
@@ -153,4 +161,39 @@ def assemblies_of(module: nn.Module) -> Mapping[str, Assembly]:
     return getattr(type(module), ASSEMBLIES, {})
 
 
-__all__ = ["ASSEMBLIES", "Assembly", "assemblies_of"]
+def put_together(modules: Iterable[nn.Module]) -> None:
+    """Give modules that were taken apart, or copies of them, their weights back, of their classes."""
+    for module in modules:
+        assemblies, table = assemblies_of(module), own_parameters(module)
+        of = {part: held for held in assemblies.values() for part in held.parts.values()}
+        entries = Table()
+        for leaf, parameter in table.items():
+            if leaf not in of:
+                entries[leaf] = parameter
+            elif of[leaf].leaf not in entries:
+                entries[of[leaf].leaf] = getattr(module, of[leaf].leaf)
+        if assemblies:
+            module.__class__ = type(module).__base__  # pyright: ignore
+            fill(table, entries)
+
+
+@contextmanager
+def stock_again(modules: Iterable[nn.Module]) -> Generator[None]:
+    """A block in which modules that were taken apart are as they were, of the same parts: what is proved is that."""
+    apart = [(module, type(module), dict(own_parameters(module))) for module in modules if assemblies_of(module)]
+    try:
+        put_together(module for module, *_ in apart)
+        yield
+    finally:
+        for module, kind, table in apart:
+            module.__class__ = kind
+            fill(own_parameters(module), table)
+
+
+def fill(table: Table, entries: Table) -> None:
+    """Have a table of a module hold these entries, in their order, and no others."""
+    table.clear()
+    table.update(entries)
+
+
+__all__ = ["ASSEMBLIES", "Assembly", "Table", "assemblies_of", "fill", "put_together", "stock_again"]

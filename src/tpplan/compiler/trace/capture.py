@@ -12,7 +12,7 @@ import functools
 import gc
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol
 
@@ -24,6 +24,7 @@ from tpplan.compat.autograd import without_packing
 from tpplan.compat.dynamo import nothing_compiled
 from tpplan.compat.modes import Unwatched
 from tpplan.compat.modules import named_modules
+from tpplan.compiler.ir.assembly import stock_again
 from tpplan.compiler.ir.class_functions import LOSSES
 from tpplan.compiler.ir.class_reductions import GATHER
 from tpplan.compiler.ir.kept_tensors import is_wrapper, wrapper_on_meta
@@ -216,7 +217,6 @@ def _record(
     for parameter, names in skeleton.parameters:
         parameters[recorder.new_value(parameter, parameter.requires_grad)] = names
     modules = dict(named_modules(model))
-    note_reads(modules.values())
     recorder.steps.modules = {id(module): name for name, module in modules.items()}
     recorder.picker.know(modules)
     for name, module in modules.items():
@@ -243,10 +243,13 @@ def _record(
             ConstantWatcher(recorder), torch.set_grad_enabled(settings.records), without_packing(),
             noting_settings(recorder.asked.settings, around.files),
             warnings.catch_warnings(), recorder.draws.followed(recorder.sides.compared),
+            ExitStack() as stack,
         ):  # fmt: skip
             warnings.simplefilter("ignore")
             if state.boundary is None:
                 recorder.origins.familiar = remains.readable() | set(map(id, wrapped.inner()))
+                stack.enter_context(stock_again(modules.values()))
+            note_reads(modules.values())
             own = own_generators(_names(model, around))
             states = [state() for _, state in own]
             model(*example[0], **example[1])

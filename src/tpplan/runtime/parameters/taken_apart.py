@@ -19,11 +19,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tpplan.compat.dtensors import local_of, made_dtensor, new_distributed_tensor
 from tpplan.compat.modules import named_modules, own_parameters
 from tpplan.compat.subclasses import computes_otherwise
-from tpplan.compiler.ir.assembly import ASSEMBLIES, Assembly, assemblies_of
+from tpplan.compiler.ir.assembly import ASSEMBLIES, Assembly, Table, assemblies_of, fill, put_together
 from tpplan.compiler.ir.kept_tensors import WrapperError, is_wrapper
 from tpplan.runtime.parameters.sharded_tensors import ShardedTensor, refusal, whole_of
 
-_Table = dict[str, nn.Parameter | None]
 
 
 class AssembledTensor(ShardedTensor):
@@ -55,11 +54,24 @@ class AssembledTensor(ShardedTensor):
 
     def like(self, local: Tensor) -> Any:
         """See `OwnTensor`."""
+        if type(local) is not type(self.assembly.example):
+            raise refusal(
+                f"the numbers of a sharded weight of a class of its own were set, to a `{type(local).__name__}`",
+                "load them by `load_state_dict`",
+            )
         return self.of(self.assembly, {name: part.like(getattr(local, name)) for name, part in self.parts.items()})  # pyright: ignore
 
     def to_local(self, **_: Any) -> Tensor:
         """This rank's part, of its class; there is no gradient for it."""
         return local_of(self)
+
+    def requires_grad_(self, requires_grad: bool = True) -> AssembledTensor:
+        """Refuse: it is made anew whenever it is read, of parts that are frozen."""
+        if requires_grad:
+            raise refusal(
+                "a sharded weight of a class of its own was asked to require grad", "train other parameters beside it"
+            )
+        return self
 
     def full_tensor(self, **_: Any) -> Tensor:
         """The whole, of its class; a collective for each part of which a rank hasn't all."""
@@ -70,7 +82,7 @@ class AssembledTensor(ShardedTensor):
         return plain.__reduce_ex__(protocol)
 
 
-def take_apart(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module], _Table, _Table]]:
+def take_apart(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module], Table, Table]]:
     """Put the inner tensors of weights of classes of their own in their places.
 
     Weights that can't be taken apart stay as they are.
@@ -78,19 +90,20 @@ def take_apart(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module], _Tabl
     Returns:
         The modules that were changed, each with its class and its parameters before, and its parameters now.
     """
-    changed: list[tuple[nn.Module, type[nn.Module], _Table, _Table]] = []
+    changed: list[tuple[nn.Module, type[nn.Module], Table, Table]] = []
     parts: dict[int, nn.Parameter] = {}
     for _, module in named_modules(model):
         table, stock = own_parameters(module), type(module)
         found = {leaf: held for leaf, held in table.items() if held is not None and is_wrapper(held)}
         assemblies = {leaf: made for leaf, held in found.items() if (made := _assembly(held, leaf)) is not None}
+        assemblies = {leaf: held for leaf, held in assemblies.items() if not _taken(module, held.parts.values())}
         if not assemblies:
             continue
         try:
             module.__class__ = _apart_class(stock, assemblies)
         except TypeError:  # no class can be derived from its own
             continue
-        entries: _Table = {}
+        entries: Table = {}
         for leaf, held in table.items():
             if leaf not in assemblies:
                 entries[leaf] = held
@@ -99,24 +112,8 @@ def take_apart(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module], _Tabl
                 inner: Tensor = getattr(held, name)
                 entries[part] = parts.setdefault(id(inner), nn.Parameter(inner, requires_grad=False))
         changed.append((module, stock, dict(table), entries))
-        _fill(table, entries)
+        fill(table, entries)
     return changed
-
-
-def put_together(modules: Iterable[nn.Module]) -> None:
-    """Give modules that were taken apart, or copies of them, their weights back, of their classes."""
-    for module in modules:
-        assemblies, table = assemblies_of(module), own_parameters(module)
-        of = {part: held for held in assemblies.values() for part in held.parts.values()}
-        entries = _Table()
-        for leaf, parameter in table.items():
-            if leaf not in of:
-                entries[leaf] = parameter
-            elif of[leaf].leaf not in entries:
-                entries[of[leaf].leaf] = nn.Parameter(getattr(module, of[leaf].leaf), requires_grad=False)
-        if assemblies:
-            module.__class__ = type(module).__base__  # pyright: ignore
-            _fill(table, entries)
 
 
 @contextmanager
@@ -143,7 +140,7 @@ def taken_apart(model: nn.Module, *, keep: bool = False) -> Generator[Callable[[
             for module, stock, table, entries in changed:
                 now = own_parameters(module)
                 if all(now.get(leaf) is held for leaf, held in entries.items()):
-                    _fill(now, table)
+                    fill(now, table)
                     module.__class__ = stock
             put_together(apart)  # what is still apart, as what was on `meta` and was loaded
 
@@ -173,9 +170,8 @@ def _assembly(tensor: Tensor, leaf: str) -> Assembly | None:
         return None
 
 
-def _fill(table: _Table, entries: _Table) -> None:
-    table.clear()
-    table.update(entries)
+def _taken(module: nn.Module, names: Iterable[str]) -> bool:
+    return any(hasattr(module, name) for name in names)
 
 
 def _apart_class(stock: type[nn.Module], assemblies: Mapping[str, Assembly]) -> type[nn.Module]:
@@ -204,7 +200,9 @@ class _Made:
         if module is None:
             raise AttributeError(f"'{kind.__name__}' object has no attribute '{self._assembly.leaf}'")
         inner = {name: getattr(module, part) for name, part in self._assembly.parts.items()}
-        return joined(self._assembly, inner)
+        weight = joined(self._assembly, inner)
+        weight._is_param = True  # pyright: ignore -- as that of the stock module, which bodies may ask for
+        return weight
 
 
 def _joined(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -241,4 +239,4 @@ def _split(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> No
             state[prefix + part] = inner
 
 
-__all__ = ["AssembledTensor", "by_parts", "put_together", "take_apart", "taken_apart"]
+__all__ = ["AssembledTensor", "by_parts", "take_apart", "taken_apart"]
