@@ -223,6 +223,12 @@ class Lost(Coded):
         return Coded((1, 1), **inner)
 
 
+def _kept_beside(*shape: int) -> Tensor:
+    made = nn.Parameter(Coded.drawn(*shape), requires_grad=False)
+    vars(made)["beside"] = torch.ones(1)
+    return made
+
+
 def _nested(outputs: int, inputs: int) -> Tensor:
     return Coded((1, inputs), codes=Coded.drawn(outputs, inputs), scales=torch.rand(outputs, 1))
 
@@ -233,16 +239,27 @@ def _nested(outputs: int, inputs: int) -> Tensor:
         (lambda *shape: torch.randn(shape).as_subclass(Plain), "Plain", "its class has no `__tensor_flatten__`"),
         (lambda *shape: Lost.drawn(*shape), "Lost", "its parts make another tensor"),
         (_nested, "Coded", "again of a class of its own, a `Coded`"),
+        (_kept_beside, "Coded", "it keeps a tensor that its `__tensor_flatten__` doesn't give"),
         (lambda *shape: Coded.drawn(*shape).requires_grad_(), "Coded", "it requires grad"),
     ],
 )
 def test_a_weight_that_cant_be_taken_apart_is_refused_by_name(made: Any, name: str, reason: str) -> None:
     model = Mlp(nn.Linear)
     weight = made(WIDTH, 2 * WIDTH)
-    model.down.weight = nn.Parameter(weight, requires_grad=weight.requires_grad)
+    is_parameter = isinstance(weight, nn.Parameter)
+    model.down.weight = weight if is_parameter else nn.Parameter(weight, requires_grad=weight.requires_grad)
     for attempt in (tpplan.compile_plan, tpplan.verify):
         with pytest.raises(CompileError, match=rf"TP112.*`down.weight` is an? `[\w.]*{name}`.*{reason}"):
             attempt(model, PLAN, 2, calls())
+
+
+@pytest.mark.parametrize("held", [nn.Parameter(torch.ones(2 * WIDTH)), 2.0])
+def test_a_name_of_a_part_that_is_taken_is_refused(held: Any) -> None:
+    model = coded(Mlp(nn.Linear), Coded)
+    setattr(model.up, "_weight_codes", held)  # noqa: B010
+    with pytest.raises(CompileError, match=r"TP112.*`up.weight` is.*names, such as `_weight_codes`, are free"):
+        tpplan.compile_plan(model, PLAN, 2, calls())
+    assert getattr(model.up, "_weight_codes") is held  # noqa: B009
 
 
 class Rounded(torch.autograd.Function):
@@ -272,6 +289,67 @@ def test_roundings_by_largest_entries_in_a_backward_are_refused_by_name(style: s
     model = Mlp(partial(RoundedLinear, bias=False))
     with pytest.raises(CompileError, match=r"TP112.*`up` rounds by the largest entries .*backward of `Rounded`"):
         tpplan.compile_plan(model, {"version": 1, "modules": {"up": style}}, 2, calls(requires_grad=True))
+
+
+class AskingLinear(nn.Linear):
+    """Asks of its weight what is true of the stock module's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = nn.functional.linear(x, self.weight, self.bias)
+        if isinstance(self.weight, nn.Parameter) and self.weight is self.weight:
+            made = made * getattr(self.weight, "tag", 1)
+        return made * len([*self.parameters()])
+
+
+class Asking(Mlp):
+    """Asks a layer for its class."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if type(self.up) is nn.Linear else 1)
+
+
+def _asked(member: Member) -> None:
+    torch.manual_seed(0)
+    (x,), model = calls(), coded(Mlp(AskingLinear), Coded)
+    setattr(model.up.weight, "tag", 2)  # noqa: B010 -- as libraries note on parameters what they did
+    expected = model(x)
+    assert_close(tpplan.parallelize(model, PLAN, member.mesh(), (x,))(x), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_body_asks_the_stock_modules_weight() -> None:
+    assert tpplan.verify(coded(Mlp(AskingLinear), Coded), PLAN, 2, calls()).ok
+    world(2).run(_asked)
+
+
+def test_a_class_of_a_module_that_is_asked_for_is_the_stock_one() -> None:
+    model = coded(Asking(nn.Linear), Coded)
+    with pytest.raises(CompileError, match=r"TP107.*the body of the model doesn't compute on local shards"):
+        tpplan.compile_plan(model, PLAN, 2, calls())
+    assert type(model.up) is nn.Linear
+
+
+def _written_to(member: Member) -> None:
+    torch.manual_seed(0)
+    (x,), model = calls(), coded(Mlp(nn.Linear), Coded)
+    state: dict[str, Any] = copy.deepcopy(model.state_dict())
+    expected = model(x)
+    model = tpplan.parallelize(model, PLAN, member.mesh(), (x,))
+    weight: Any = model.get_parameter("up.weight")
+    for attempt in (weight.requires_grad_, lambda: setattr(weight, "data", torch.zeros(2 * WIDTH, WIDTH))):
+        with pytest.raises(tpplan.StateError, match="TP140"):
+            attempt()
+    other = Coded((1, WIDTH // 2), codes=state["up.weight"].codes, scales=state["up.weight"].scales)
+    with pytest.raises(tpplan.StateError, match=r"TP140.*`up.weight` that is loaded.*\(1, 16\), not \(1, 32\)"):
+        model.load_state_dict({**state, "up.weight": other})
+    kept = copy.deepcopy(model.state_dict())
+    for parameter in model.parameters():
+        parameter.to_local().detach().zero_()  # pyright: ignore
+    model.load_state_dict(kept)
+    assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_would_be_lost_when_it_is_set_is_refused() -> None:
+    world(2).run(_written_to)
 
 
 def _coded_late(member: Member) -> str:

@@ -95,9 +95,10 @@ def run_reference(model: nn.Module, call: Call, seed: int) -> UnshardedRun:
 
     meter, own = ArithmeticMeter(), OwnDraws(seed + 3)
     try:
-        copied = copy_structure(model)
-        with stock_again(copied.modules()), own, meter:
-            seen = observe(copied, call, cotangent)
+        with own, meter:
+            copied = copy_structure(model)
+            with stock_again(copied.modules()):
+                seen = observe(copied, call, cotangent)
     except Exception as error:  # the model's own, whatever it is
         raise UnshardedError.of(
             "TP194", f"the unsharded `{type(model).__name__}` raised {describe(error)}", help="call it on its own first"

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tpplan.compat.modes import under_function_modes, without_dispatch_modes
 from tpplan.compat.modules import own_parameters
 from tpplan.compiler.ir.kept_tensors import Shape, WrapperError, contiguous, is_wrapper, wrapper_on_meta
+from tpplan.state.content import Reader
 
 Table = dict[str, nn.Parameter | None]
 ASSEMBLIES = "_tpplan_assemblies"
@@ -37,12 +38,14 @@ class Assembly:
         example: a copy on `meta`.
         names: of its inner tensors, as its class calls them.
         context: what else its class keeps.
+        noted: what others keep on it.
     """
 
     leaf: str
     example: Tensor
     names: tuple[str, ...]
     context: Any
+    noted: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
     _known: dict[tuple[Shape, ...], tuple[Shape, Shape, Any]] = field(default_factory=dict[Any, Any], repr=False)
 
     @classmethod
@@ -71,9 +74,10 @@ class Assembly:
             raise WrapperError(f"it can't be put together of its parts again: {error}") from error
         if type(made) is not kind or made.shape != tensor.shape or made.dtype != tensor.dtype:
             raise WrapperError("its parts make another tensor")
-        lost = next((name for name in vars(assembly.example) if name not in vars(made) and name != "_is_param"), None)
-        if lost is not None:
-            raise WrapperError(f"what it keeps in `{lost}` is none of what its `__tensor_flatten__` gives")
+        noted = {name: held for name, held in vars(tensor).items() if name not in vars(made) and name != "_is_param"}
+        if any(isinstance(held, Tensor) for held in noted.values()):
+            raise WrapperError("it keeps a tensor that its `__tensor_flatten__` doesn't give")
+        assembly.noted.update(noted)
         return assembly
 
     @property
@@ -90,7 +94,15 @@ class Assembly:
                 self._known[shapes] = shape, contiguous(shape), context
         shape, stride, context = self._known[shapes]
         kind: Any = type(self.example)
-        return kind.__tensor_unflatten__(dict(inner), context, shape, stride)
+        made: Tensor = kind.__tensor_unflatten__(dict(inner), context, shape, stride)
+        vars(made).update(self.noted)
+        return made
+
+    def other_context(self, tensor: Tensor) -> bool:
+        """Whether a tensor of this class, whole or a part, keeps something else beside its inner tensors."""
+        inner = {name: torch.empty_like(getattr(tensor, name), device="meta") for name in self.names}
+        kept: Any = [type(each).__tensor_flatten__(each) for each in (tensor, cast("Any", self.made(inner)))]  # pyright: ignore
+        return kept[0][1] != kept[1][1] and len({Reader({})(each) for each in kept}) > 1
 
     def dims_of(self, name: str) -> tuple[int | None, ...]:
         """By dim of an inner tensor, the dim of the whole with which the class's own slicing cuts it."""

@@ -139,7 +139,7 @@ def _whole_for(tensor: Tensor) -> str:
         Assembly.of(tensor, "")
     except WrapperError as error:
         return str(error)
-    return "only parameters of modules are taken apart"
+    return "only parameters of modules are taken apart, whose parts' names, such as `_weight_codes`, are free there"
 
 
 def _other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

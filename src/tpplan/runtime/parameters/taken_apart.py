@@ -21,8 +21,8 @@ from tpplan.compat.modules import named_modules, own_parameters
 from tpplan.compat.subclasses import computes_otherwise
 from tpplan.compiler.ir.assembly import ASSEMBLIES, Assembly, Table, assemblies_of, fill, put_together
 from tpplan.compiler.ir.kept_tensors import WrapperError, is_wrapper
+from tpplan.ops.issued import CLONE
 from tpplan.runtime.parameters.sharded_tensors import ShardedTensor, refusal, whole_of
-
 
 
 class AssembledTensor(ShardedTensor):
@@ -45,7 +45,9 @@ class AssembledTensor(ShardedTensor):
 
     @classmethod
     def dispatched(cls, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Refuse; its class may know no operation on a part that is one on the whole."""
+        """Copy it; refuse all else: its class may know no operation on a part that is one on the whole."""
+        if operator is CLONE and not kwargs:
+            return cls.of(args[0].assembly, {name: part.clone() for name, part in args[0].parts.items()})
         raise refusal(
             f"`{operator.name()}` was asked of a sharded weight of a class of its own",
             "take `weight.to_local()` for this rank's part, `weight.full_tensor()` for the whole, or load numbers by "
@@ -230,6 +232,13 @@ def _split(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> No
         local = local_of(held)
         if type(local) is not type(assembly.example):
             continue
+        whole = held.shape == assembly.example.shape  # otherwise torch tells which shapes don't fit
+        if whole and assembly.other_context(local):
+            raise refusal(
+                f"`{prefix}{leaf}` that is loaded is a `{type(local).__name__}` that keeps something else beside its "
+                f"numbers than the model's: {local.__tensor_flatten__()[1]}, not {assembly.context}",  # pyright: ignore
+                "quantise the stock model in the way of what is loaded, before `parallelize`",
+            )
         del state[prefix + leaf]
         for name, part in assembly.parts.items():
             inner: Tensor = getattr(local, name)
