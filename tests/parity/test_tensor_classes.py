@@ -311,7 +311,7 @@ class Asking(Mlp):
 def _asked(member: Member) -> None:
     torch.manual_seed(0)
     (x,), model = calls(), coded(Mlp(AskingLinear), Coded)
-    setattr(model.up.weight, "tag", 2)  # noqa: B010 -- as libraries note on parameters what they did
+    setattr(model.get_parameter("up.weight"), "tag", 2)  # noqa: B010 -- as libraries note on parameters what they did
     expected = model(x)
     assert_close(tpplan.parallelize(model, PLAN, member.mesh(), (x,))(x), expected, rtol=1e-4, atol=1e-3)
 

@@ -123,6 +123,11 @@ def transient_buffers(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
+def give_class(held: object, kind: type[object]) -> None:
+    """Give an object of our own, or one that is put back, another class. For every torch."""
+    held.__class__ = kind
+
+
 def derive_class(held: object, members: dict[str, object]) -> None:
     """Give an object of our own, such as a module of a skeleton, a class with these members, derived from its own.
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat.modes import under_function_modes, without_dispatch_modes
-from tpplan.compat.modules import own_parameters
+from tpplan.compat.modules import give_class, own_parameters
 from tpplan.compiler.ir.kept_tensors import Shape, WrapperError, contiguous, is_wrapper, wrapper_on_meta
 from tpplan.state.content import Reader
 
@@ -185,7 +185,7 @@ def put_together(modules: Iterable[nn.Module]) -> None:
             elif of[leaf].leaf not in entries:
                 entries[of[leaf].leaf] = getattr(module, of[leaf].leaf)
         if assemblies:
-            module.__class__ = type(module).__base__  # pyright: ignore
+            give_class(module, type(module).__mro__[1])
             fill(table, entries)
 
 
@@ -198,7 +198,7 @@ def stock_again(modules: Iterable[nn.Module]) -> Generator[None]:
         yield
     finally:
         for module, kind, table in apart:
-            module.__class__ = kind
+            give_class(module, kind)
             fill(own_parameters(module), table)
 
 
