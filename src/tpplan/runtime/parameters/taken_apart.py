@@ -67,9 +67,9 @@ class AssembledTensor(ShardedTensor):
         """This rank's part, of its class; there is no gradient for it."""
         return local_of(self)
 
-    def requires_grad_(self, mode: bool = True) -> AssembledTensor:
+    def requires_grad_(self, requires_grad: bool = True) -> AssembledTensor:  # pyright: ignore -- as torch calls it
         """Refuse: it is made anew whenever it is read, of parts that are frozen."""
-        if mode:
+        if requires_grad:
             raise refusal(
                 "a sharded weight of a class of its own was asked to require grad", "train other parameters beside it"
             )
