@@ -197,7 +197,8 @@ def _copied(held: Any, kind: Any) -> tuple[Any, Any]:
     if issubclass(kind, (list, deque, set)):
         return held, [*held]
     if shows_its_state(kind) and shown_items(held) is None:
-        return functools.partial(vars, held), dict(vars(held))  # an object may be given another `__dict__`
+        own: dict[str, Any] = vars(held)
+        return functools.partial(vars, held), {**own}  # an object may be given another `__dict__`
 
     def look() -> list[Any]:
         return [inner for _, inner in members(held)]
