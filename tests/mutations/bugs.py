@@ -356,7 +356,7 @@ BUGS = (
     Bug("stages go by any number in a name", "runtime/around/handing_on.py",
         r'((?:[^.]*[^.\d][^.]*\.)*)(\d+)', r'(.*?)(\d+).*', ("runtime/test_stages.py",)),
     Bug("an object's other dict is overlooked", "compiler/trace/slots.py",
-        "functools.partial(vars, held), dict", "vars(held), dict", ("compiler/test_slots.py",)),
+        "look_anew, dict", "vars(held), dict", ("compiler/test_slots.py",)),
     # Users' operators.
     Bug("what an operator needs whole may be split", "compiler/rules/users_operators.py",
         "if name in rule.whole and len(part) != counts.get(name):", "if False:", ("ops/test_declared.py",)),

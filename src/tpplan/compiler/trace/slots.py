@@ -197,8 +197,8 @@ def _copied(held: Any, kind: Any) -> tuple[Any, Any]:
     if issubclass(kind, (list, deque, set)):
         return held, [*held]
     if shows_its_state(kind) and shown_items(held) is None:
-        own: dict[str, Any] = vars(held)
-        return functools.partial(vars, held), {**own}  # an object may be given another `__dict__`
+        look_anew: Any = functools.partial(vars, held)  # an object may be given another `__dict__`
+        return look_anew, dict(look_anew())
 
     def look() -> list[Any]:
         return [inner for _, inner in members(held)]
