@@ -335,9 +335,17 @@ def _written_to(member: Member) -> None:
     expected = model(x)
     model = tpplan.parallelize(model, PLAN, member.mesh(), (x,))
     weight: Any = model.get_parameter("up.weight")
-    for attempt in (weight.requires_grad_, lambda: setattr(weight, "data", torch.zeros(2 * WIDTH, WIDTH))):
+    attempts = (
+        weight.requires_grad_,
+        lambda: setattr(weight, "data", torch.zeros(2 * WIDTH, WIDTH)),
+        model.double,
+        lambda: nn.Sequential(model).to(torch.bfloat16),
+    )
+    for attempt in attempts:
         with pytest.raises(tpplan.StateError, match="TP140"):
             attempt()
+    assert {held.dtype for held in (model.down.bias, model.up.bias)} == {torch.float32}
+    assert model.to("cpu").float() is model
     other = Coded((1, WIDTH // 2), codes=state["up.weight"].codes, scales=state["up.weight"].scales)
     with pytest.raises(tpplan.StateError, match=r"TP140.*`up.weight` that is loaded.*\(1, 16\), not \(1, 32\)"):
         model.load_state_dict({**state, "up.weight": other})

@@ -36,6 +36,7 @@ from tpplan.runtime.modules.module_runtime import RUNTIME, ModuleRuntime
 from tpplan.runtime.modules.writes import WRITES, Watched, Writes, stock_class
 from tpplan.runtime.parameters.copying import here_only
 from tpplan.runtime.parameters.handed_out import HandedOut
+from tpplan.runtime.parameters.taken_apart import refuse_conversion
 from tpplan.runtime.ranks.communicator import ProcessGroupCommunicator
 from tpplan.runtime.ranks.faults import LostRankError, leave, name_forward
 
@@ -117,6 +118,7 @@ class ShardedModule(Watched):
         torch would swap even equal DTensors, and a model that calls `to` in its forward (routers in float32) then has
         no gradients.
         """
+        refuse_conversion(self.modules(), fn)
         held = (*self._parameters.values(), *self._buffers.values())
         if all(tensor is None or fn(tensor) is tensor for tensor in held):
             for child in self.children() if recurse else ():

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -157,6 +158,24 @@ def by_parts(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from ((prefix + part, held.parts[inner]) for inner, part in held.assembly.parts.items())
 
 
+def refuse_conversion(modules: Iterable[nn.Module], convert: Callable[[Tensor], Tensor]) -> None:
+    """Refuse to convert weights of classes of their own to another dtype: what is made of that isn't proved."""
+    for module in modules:
+        for leaf, assembly in assemblies_of(module).items():
+            for held in (assembly.example, *(getattr(assembly.example, name) for name in assembly.names)):
+                dtype = convert(torch.empty(0, dtype=held.dtype, device=_device_of(module, assembly))).dtype
+                if dtype != held.dtype:
+                    raise refusal(
+                        f"`{leaf}`, a sharded weight of a class of its own, was to be converted to {dtype}, of which "
+                        f"its `{type(assembly.example).__name__}` may make other numbers than are proved",
+                        "convert the stock model, before `parallelize`",
+                    )
+
+
+def _device_of(module: nn.Module, assembly: Assembly) -> torch.device:
+    return getattr(module, next(iter(assembly.parts.values()))).device
+
+
 def joined(assembly: Assembly, inner: Mapping[str, Tensor]) -> Tensor:
     """The weight that is made of these: parts that are sharded, or what a body reads of them."""
     sharded = {name: part for name, part in inner.items() if isinstance(part, DTensor)}
@@ -248,4 +267,4 @@ def _split(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> No
             state[prefix + part] = inner
 
 
-__all__ = ["AssembledTensor", "by_parts", "take_apart", "taken_apart"]
+__all__ = ["AssembledTensor", "by_parts", "refuse_conversion", "take_apart", "taken_apart"]
