@@ -124,7 +124,8 @@ def load_weights(
         progress: True for a bar on the first rank's terminal, or a function that is called with the bytes that this
             rank has read and all that it will.
         partial: whether `model` may be a part of what the checkpoint has, such as a stage of a pipeline: nobody is told
-            of further tensors there. The model's own must all be there, as before.
+            of further tensors there. The model's own must all be there, as before. They go by their names: a stage
+            whose layers are numbered anew, such as a slice of an `nn.Sequential`, needs `rename`.
 
     Returns:
         `model` itself.
