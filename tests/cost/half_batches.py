@@ -19,7 +19,7 @@ from functools import cache
 import torch
 
 import tpplan
-from tests.cost.overlap_table import MODELS, SIZE
+from tests.cost.overlap_table import MODELS, SIZE, stock
 from tpplan.cost.cluster import cluster_of
 from tpplan.cost.hiding import Hiding, Rates, sums_in_parts
 from tpplan.cost.kernel_times import task_seconds
@@ -36,15 +36,7 @@ _WRITTEN = CLUSTER.memory_bandwidth * CLUSTER.memory_efficiency
 @cache
 def _tasks(name: str, batch: int, sequence: int, overlap: str) -> tuple[tuple[Task, float], ...]:
     """A block's tasks, and what of each is hidden by `overlap`."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    hidden, inner, heads, groups = MODELS[name]
-    config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=groups,
-        num_hidden_layers=2, vocab_size=128256, max_position_embeddings=131072,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).bfloat16()
+    model = stock(name)
     ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
     asked = {**tpplan.load_plan("llama").to_dict(), "overlap": overlap}
     program = tpplan.compile_plan(model, asked, SIZE, {"input_ids": ids, "labels": ids})

@@ -17,19 +17,25 @@ SIZE, ROWS = 8, 8192
 PLANS = ("llama-sequence", "llama")
 
 
-def rows() -> list[tuple[str, ...]]:
-    """By model and plan: milliseconds of a block's collectives, the share that is hidden, and that of each unit."""
+def stock(name: str) -> torch.nn.Module:
+    """A model of two blocks, without numbers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    hidden, inner, heads, groups = MODELS[name]
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=groups,
+        num_hidden_layers=2, vocab_size=128256, max_position_embeddings=131072,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return LlamaForCausalLM(config).bfloat16()
+
+
+def rows() -> list[tuple[str, ...]]:
+    """By model and plan: milliseconds of a block's collectives, the share that is hidden, and that of each unit."""
     cluster, found = cluster_of("h100"), list[tuple[str, ...]]()
     group = Group.of(cluster, SIZE)
-    for name, (hidden, inner, heads, groups) in MODELS.items():
-        config = LlamaConfig(
-            hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=groups,
-            num_hidden_layers=2, vocab_size=128256, max_position_embeddings=131072,
-        )  # fmt: skip
-        with torch.device("meta"):
-            model = LlamaForCausalLM(config).bfloat16()
+    for name in MODELS:
+        model = stock(name)
         ids = torch.zeros(1, ROWS, dtype=torch.long, device="meta")
         for plan in PLANS:
             asked = {**tpplan.load_plan(plan).to_dict(), "overlap": "auto"}

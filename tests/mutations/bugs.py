@@ -543,7 +543,7 @@ BUGS = (
         "(computed | along).get(found.subject, found)", "computed.get(found.subject, found)",
         ("compiler/test_along_sequences.py",)),
     Bug("ranks wait for one whose argument is refused", "plan/taken.py",
-        "_ = tell and tell(given, error)", "pass", ("runtime/test_arguments_of_one_rank.py",)),
+        "tell(given, error)", "pass", ("runtime/test_arguments_of_one_rank.py",)),
     Bug("of values of one length all are whole", "compiler/refine.py",
         "if after is None or after.when > mismatch.when:", "if after is None and False:", ("plans/test_placement.py",)),
     Bug("a pipeline has no bubble", "cost/other_degrees.py",

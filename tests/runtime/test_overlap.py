@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpplan
-from tests.cost import overlap_table
+from tests.cost import half_batches, overlap_table
 from tests.marking import slow_but
 from tests.models.tiny import ARCHITECTURES, output_tensors, tiny_model
 from tests.plans.parity import assert_close, assert_same_run, run, tolerance
@@ -402,6 +402,16 @@ def test_the_table_on_the_page_is_the_models() -> None:
     for _, _, *figures in overlap_table.rows():
         numbers = [figure.rpartition(" ")[2] if "%" in figure else figure for figure in figures]
         assert " ".join(numbers) in [" ".join(line.split()) for line in shown], numbers
+
+
+@pytest.mark.slow
+def test_the_table_of_half_batches_is_the_models() -> None:
+    page = PAGE.parent / "decisions" / "059-what-overlap-leaves.md"
+    cells = [line.strip("| \n").split(" | ") for line in page.read_text(encoding="utf-8").splitlines() if "%" in line]
+    shown = {tuple(line[1:]) for line in cells}
+    for name in overlap_table.MODELS:
+        figures = tuple(f"{100 * share:.0f}%" for share in half_batches.shares(name, *half_batches.CALLS[0]))
+        assert figures in shown, figures
 
 
 # -- the order of things ----------------------------------------------------------------------------------------------

@@ -248,7 +248,7 @@ _WITHOUT = {
     OverlapUnit.GATHER_LINEAR: "no all-gather stands before linear layers",
     OverlapUnit.LINEAR_REDUCE: "no linear layer's result is summed where the layer ends",
     OverlapUnit.WEIGHT_GRADIENT: "no all-reduce stands behind the gradient of an input of linear layers",
-    OverlapUnit.HALF_BATCHES: "halves of a batch aren't computed in turns: they would hide no more than other units",
+    OverlapUnit.HALF_BATCHES: "halves of a batch aren't computed in turns by this version",
 }
 _INSTEAD = {
     OverlapUnit.GATHER_LINEAR: "remove it, or give the norms before these layers the style `sequence`",

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn  # pyright: ignore[reportUnknownVariableType]
 
-from tpplan.compiler.ir.assembly import stock_again
 from tpplan.compiler.ir.layout import Collective
 from tpplan.compiler.ir.program import Program
+from tpplan.compiler.trace.stock_again import stock_again
 from tpplan.parity.call import Call
 from tpplan.parity.drawn import Draws, DrawsOfRank
 from tpplan.parity.parity_errors import RankError, RankTimeoutError, VerifyError, describe

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tpplan.compat.modes import TorchDispatchMode
 from tpplan.compat.schemas import OpOverload
-from tpplan.compiler.ir.assembly import stock_again
+from tpplan.compiler.trace.stock_again import stock_again
 from tpplan.ops.registry import has_role
 from tpplan.parity.call import Call
 from tpplan.parity.drawn import Draws, OwnDraws

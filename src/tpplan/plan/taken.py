@@ -71,7 +71,8 @@ def takes(
                 if name in given and not kind.fits(given[name]):
                     error = ArgumentError(f"{function.__name__}: {refusal(name, kind, given[name])}")
                     with suppress(Exception):  # which has that error in it, or can't tell who the others are
-                        _ = tell and tell(given, error)
+                        if tell is not None:
+                            tell(given, error)
                     raise error
             return function(*args, **kwargs)
 

@@ -11,8 +11,7 @@ What else its class knows of a rank's part, such as the shape of its blocks, is 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,11 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat.modes import under_function_modes, without_dispatch_modes
-from tpplan.compat.modules import give_class, own_parameters
 from tpplan.compiler.ir.kept_tensors import Shape, WrapperError, contiguous, is_wrapper, wrapper_on_meta
 from tpplan.state.content import Reader
 
-Table = dict[str, nn.Parameter | None]
 ASSEMBLIES = "_tpplan_assemblies"
 """The attribute of a module's class with the assemblies of its weights, by name."""
 
@@ -173,39 +170,4 @@ def assemblies_of(module: nn.Module) -> Mapping[str, Assembly]:
     return getattr(type(module), ASSEMBLIES, {})
 
 
-def put_together(modules: Iterable[nn.Module]) -> None:
-    """Give modules that were taken apart, or copies of them, their weights back, of their classes."""
-    for module in modules:
-        assemblies, table = assemblies_of(module), own_parameters(module)
-        of = {part: held for held in assemblies.values() for part in held.parts.values()}
-        entries = Table()
-        for leaf, parameter in table.items():
-            if leaf not in of:
-                entries[leaf] = parameter
-            elif of[leaf].leaf not in entries:
-                entries[of[leaf].leaf] = getattr(module, of[leaf].leaf)
-        if assemblies:
-            give_class(module, type(module).__mro__[1])
-            fill(table, entries)
-
-
-@contextmanager
-def stock_again(modules: Iterable[nn.Module]) -> Generator[None]:
-    """A block in which modules that were taken apart are as they were, of the same parts: what is proved is that."""
-    apart = [(module, type(module), dict(own_parameters(module))) for module in modules if assemblies_of(module)]
-    try:
-        put_together(module for module, *_ in apart)
-        yield
-    finally:
-        for module, kind, table in apart:
-            give_class(module, kind)
-            fill(own_parameters(module), table)
-
-
-def fill(table: Table, entries: Table) -> None:
-    """Have a table of a module hold these entries, in their order, and no others."""
-    table.clear()
-    table.update(entries)
-
-
-__all__ = ["ASSEMBLIES", "Assembly", "Table", "assemblies_of", "fill", "put_together", "stock_again"]
+__all__ = ["ASSEMBLIES", "Assembly", "assemblies_of"]

@@ -24,7 +24,6 @@ from tpplan.compat.autograd import without_packing
 from tpplan.compat.dynamo import nothing_compiled
 from tpplan.compat.modes import Unwatched
 from tpplan.compat.modules import named_modules
-from tpplan.compiler.ir.assembly import stock_again
 from tpplan.compiler.ir.class_functions import LOSSES
 from tpplan.compiler.ir.class_reductions import GATHER
 from tpplan.compiler.ir.kept_tensors import is_wrapper, wrapper_on_meta
@@ -44,6 +43,7 @@ from tpplan.compiler.trace.remains import Remains
 from tpplan.compiler.trace.sequel import Sequel
 from tpplan.compiler.trace.signatures import argument_names
 from tpplan.compiler.trace.skeleton import Skeleton
+from tpplan.compiler.trace.stock_again import stock_again
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.compiler.trace.tape import OpenFrame
 from tpplan.compiler.trace.tensor_classes import Wrapped

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tpplan.compat.dtensors import local_of, made_dtensor, new_distributed_tensor
 from tpplan.compat.modules import named_modules, own_parameters
 from tpplan.compat.subclasses import computes_otherwise
-from tpplan.compiler.ir.assembly import ASSEMBLIES, Assembly, Table, assemblies_of, fill, put_together
+from tpplan.compiler.ir.assembly import ASSEMBLIES, Assembly, assemblies_of
 from tpplan.compiler.ir.kept_tensors import WrapperError, is_wrapper
+from tpplan.compiler.trace.stock_again import Table, fill, put_together
 from tpplan.ops.issued import CLONE
 from tpplan.runtime.parameters.sharded_tensors import ShardedTensor, refusal, whole_of
 
