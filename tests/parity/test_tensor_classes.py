@@ -22,6 +22,7 @@ from tests.models.coded import Below, Coded, Dynamic, Groups, Unread, coded
 from tests.models.quantised import Mlp
 from tests.parity.test_quantised import Attention
 from tests.runtime.world import Member, world
+from tpplan.api import suggest_text
 from tpplan.calls.call_errors import UnprovedCallError
 from tpplan.plan import CompileError
 
@@ -89,9 +90,11 @@ def test_what_two_layers_share_is_cut_once() -> None:
     assert [held.names for held in shared] == [(f"a.up.{n}", f"b.up.{n}") for n in ("_weight_codes", "_weight_scales")]
 
 
-def test_a_plan_is_found() -> None:
-    plan = tpplan.suggest_plan(coded(Mlp(nn.Linear), Groups), 2, inputs=calls())
-    assert plan.to_dict()["modules"] == PLAN["modules"]
+@pytest.mark.parametrize("kind", [Groups, Coded])
+def test_a_plan_is_found(kind: type[Coded]) -> None:
+    model = coded(Mlp(nn.Linear), kind)
+    assert tpplan.suggest_plan(model, 2, inputs=calls()).to_dict()["modules"] == PLAN["modules"]
+    assert "- down" not in suggest_text(model, 2, inputs=calls())  # a row's scales are as small as its bias
 
 
 @pytest.mark.slow

@@ -170,7 +170,7 @@ def _groups(subject: SuggestSubject, found: Flow, columns: Mapping[str, Column])
             settings[addend] = replace(settings[name], packed=packs)
             families.join(_key(name, settings), _key(addend, settings))
     for parameter, (name, packs) in found.beside.items():
-        of_layer = parameter.rpartition(".")[0] in found.beside
+        of_layer = parameter.rpartition(".")[0] in (name, *found.beside)  # it goes by its layer's rule
         if parameter not in settings and name in settings and not of_layer:
             settings[parameter] = RoleSetting(Style.COLWISE, packed=pack_names(packs, True) if len(packs) > 1 else None)
             families.join(_key(name, settings), _key(parameter, settings))

@@ -71,7 +71,7 @@ def _by_module(parameters: Iterable[ParameterPlacement]) -> list[Whole]:
         pattern = shape_of(module or leaf)
         known = counts.get(pattern)
         count = math.prod(parameter.shape) + (known.count if known is not None else 0)
-        matrices = len(parameter.shape) > 1 or (known is not None and known.matrices)
+        matrices = sum(n > 1 for n in parameter.shape) > 1 or (known is not None and known.matrices)
         counts[pattern] = Whole(pattern, known.example if known is not None else module, count, matrices)
     return sorted(counts.values(), key=lambda held: (-held.count, held.pattern))
 
