@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpplan.api import Inputs, axis_mesh, axis_name, parallelize
 from tpplan.asked import AskedPlan, found_plan, known_plan
 from tpplan.checkpoint.agreed import AgreeingRanks
+from tpplan.checkpoint.dequantised import Dequantised
 from tpplan.checkpoint.files import CheckpointError, problem
 from tpplan.checkpoint.loading import load
 from tpplan.checkpoint.meter import Meter
@@ -32,6 +33,7 @@ from tpplan.hf.build import build_stock, named_class
 from tpplan.hf.configs import CONFIG, GENERATION, StoredConfig, read_config, read_generation_config
 from tpplan.hf.hub import cached_model
 from tpplan.hf.library import UnusableError
+from tpplan.hf.quantised import as_plain
 from tpplan.initialize import init_weights
 from tpplan.plan import ArgumentError, Plan, Severity
 from tpplan.plan.taken import FLAG, FOLDER, PROGRESS, RANKS, TEXTS, optional, takes
@@ -55,6 +57,7 @@ class _Asked:
     sequence_parallel: bool
     rename: Mapping[str, str] | None
     strict: bool
+    dequantize: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,7 @@ def _tell(given: Mapping[str, Any], error: Exception) -> None:
     sequence_parallel=FLAG,
     rename=optional(TEXTS),
     strict=FLAG,
+    dequantize=FLAG,
     progress=PROGRESS,
 )
 def from_pretrained(
@@ -104,6 +108,7 @@ def from_pretrained(
     sequence_parallel: bool = False,
     rename: Mapping[str, str] | None = None,
     strict: bool = True,
+    dequantize: bool = False,
     progress: bool | Progress | None = None,
 ) -> nn.Module:
     """Load a transformers folder into a sharded model: each rank holds its own parts, and reads nothing else.
@@ -123,6 +128,8 @@ def from_pretrained(
         rename: regular expressions with what replaces their matches in the checkpoint's names; see `load_weights`.
         strict: whether the checkpoint must have every tensor of the model; if not, those that it hasn't are initialised
             as the stock model's are. All ranks must be seeded alike then; see `init_weights`.
+        dequantize: whether a folder of quantised weights makes a plain model: each rank reads the codes and scales of
+            its parts, and makes numbers in the model's dtype of them. It changes nothing for other folders.
         progress: True for a bar on the first rank's terminal, or a function; see `load_weights`.
 
     Returns:
@@ -156,6 +163,7 @@ def from_pretrained(
             sequence_parallel,
             rename,
             strict,
+            dequantize,
         )
         try:
             ready = _made_ready(asked)
@@ -199,6 +207,7 @@ def _made_ready(asked: _Asked) -> _Ready:
     checkpoint = read_checkpoint(asked.source, meter)
     stored = _config(asked.folder)
     kind = _class(stored)
+    checkpoint = as_plain(checkpoint, asked.dequantize, meter)
     dtype = _dtype(asked.dtype, stored.config, checkpoint)
     model: Any = build_stock(kind, stored.config, dtype)
     model.config.name_or_path = os.fspath(asked.folder)
@@ -221,15 +230,7 @@ def _config(folder: Path) -> StoredConfig:
         adapter = (folder / "adapter_config.json").is_file()
         message = f"`{folder}` has no config.json" + (": it holds an adapter for another model" if adapter else "")
         raise problem(message, f"name a folder that `save_pretrained` wrote; or {_BY_HAND}")
-    stored = read_config(folder)
-    quantised: Any = stored.fields.get("quantization_config")
-    if quantised:
-        method: Any = quantised.get("quant_method", "unknown") if hasattr(quantised, "get") else quantised
-        raise problem(
-            f"the checkpoint in `{folder}` is quantised ({method}); tpplan computes with floating-point numbers",
-            "load a folder that isn't quantised, or let transformers dequantise this one once and save it",
-        )
-    return stored
+    return read_config(folder)
 
 
 def _class(stored: StoredConfig) -> Any:
@@ -260,7 +261,7 @@ def _dtype(asked: torch.dtype | str | None, config: Any, checkpoint: Checkpoint)
     if isinstance(asked, dict):  # a dtype for each part of a model; transformers takes the main one for all
         asked = cast("dict[str, Any]", asked).get("") or torch.get_default_dtype()
     if asked is None:
-        kinds = (tensor.torch_dtype for tensor in checkpoint.tensors.values())
+        kinds = (held.torch_dtype for held in checkpoint.tensors.values() if not isinstance(held, Dequantised))
         floats = (kind for kind in kinds if kind is not None and kind.is_floating_point and kind.itemsize > 1)
         return next(floats, torch.get_default_dtype())
     dtype = getattr(torch, asked.removeprefix("torch."), None) if isinstance(asked, str) else asked

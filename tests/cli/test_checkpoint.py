@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.checkpoint.quantised import write
 from tests.runtime.world import Member, world
 from tpplan.checkpoint.files import SINGLE
 from tpplan.checkpoint.loading import load
@@ -91,6 +92,21 @@ def test_check_reports_all_misfits_of_plan_and_checkpoint_at_once(
     text = capsys.readouterr().out
     assert "TP103" in text, text
     assert "2 of the model's 21 tensors can't be loaded" in text and "1 of the checkpoint's tensors hold" in text
+
+
+def test_a_quantised_folder_is_read_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write("llama odd", "fp8", tmp_path)
+    command = ["checkpoint", "check", folder, "llama", "--model", folder, "--tp", "2"]
+    assert main(command) == 1 and "dequantize=True" in capsys.readouterr().out
+    assert main([*command, "--dequantize"]) == 0
+    options = ["--plan", "llama", "--model", folder, "--tp", "2", "--dequantize", "--format", "json"]
+    capsys.readouterr()
+    assert main(["checkpoint", "inspect", folder, *options]) == 0
+    tensors = json.loads(capsys.readouterr().out)["tensors"]
+    down = "model.layers.0.mlp.down_proj.weight"  # [160, 328]: 164 columns each, of blocks 0 and 1, and 1 and 2
+    assert tensors[down]["bytes_by_rank"] == [160 * 164] * 2
+    assert tensors[f"{down}_scale_inv"]["bytes_by_rank"] == [2 * 2 * 4] * 2
+    assert main(["checkpoint", "inspect", folder, "--dequantize"]) == 2
 
 
 def test_what_cannot_be_read(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from tpplan.checkpoint.header import Stored
-from tpplan.runtime.parameters.pieces import Box
+from tpplan.checkpoint.dequantised import Readable, raw
+from tpplan.checkpoint.ranges import elements
+from tpplan.runtime.parameters.pieces import Box, whole_box
 
 Region = tuple[int, ...]
 
@@ -24,7 +24,7 @@ class Piece:
         box: its offsets in the other tensor (`start`) and in the stored one (`place`).
     """
 
-    stored: Stored
+    stored: Readable
     box: Box
 
     def within(self, boxes: Iterable[Box]) -> tuple[Box, ...]:
@@ -66,7 +66,7 @@ class Assembled:
     @property
     def nbytes(self) -> int:
         """The bytes of its numbers."""
-        return sum(piece.stored.bytes_of(math.prod(piece.box.sizes)) for piece in self.pieces)
+        return sum(held.bytes_of(elements(boxes)) for held, boxes in raw(reads(self, whole_box(self.shape))))
 
     @property
     def dtype(self) -> str:
@@ -81,7 +81,7 @@ class Assembled:
         return next(iter(dtypes), None) if len(dtypes) == 1 or plain else None
 
 
-Source = Stored | Assembled
+Source = Readable | Assembled
 """Where a tensor of a model lies."""
 
 Sources = Mapping[str, Source]
@@ -96,7 +96,7 @@ def pieces_of(source: Source) -> tuple[Piece, ...]:
     return (Piece(source, Box(zeros, zeros, source.shape, True)),)
 
 
-def reads(source: Source, boxes: tuple[Box, ...]) -> list[tuple[Stored, tuple[Box, ...]]]:
+def reads(source: Source, boxes: tuple[Box, ...]) -> list[tuple[Readable, tuple[Box, ...]]]:
     """Which boxes of which stored tensors hold those of a tensor."""
     found = [(piece.stored, piece.within(boxes)) for piece in pieces_of(source)]
     return [(stored, inside) for stored, inside in found if inside]

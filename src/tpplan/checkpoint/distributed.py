@@ -82,7 +82,7 @@ def read_distributed(path: Path, meter: Meter) -> tuple[dict[str, Source], dict[
         if isinstance(held, TensorStorageMetadata)
     ]
     ends: dict[Path, int] = {}
-    for chunk in (piece.stored for held in tensors for piece in held.pieces):
+    for chunk in (piece.stored for held in tensors for piece in held.pieces if isinstance(piece.stored, Stored)):
         ends[chunk.path] = max(ends.get(chunk.path, 0), chunk.start + chunk.bytes)
     files: dict[Path, int] = {}
     reasons = [reason for held in tensors if (reason := _fault(held)) is not None]

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from tpplan.checkpoint.agreed import AgreeingRanks
 from tpplan.checkpoint.assembled import Source, Sources, reads
 from tpplan.checkpoint.buffers import Made, make_buffers
+from tpplan.checkpoint.dequantised import Readable, raw
 from tpplan.checkpoint.files import CheckpointError, finding, listed, unreadable
-from tpplan.checkpoint.header import Stored
 from tpplan.checkpoint.meter import Meter
 from tpplan.checkpoint.opened import Opened, open_checkpoint
 from tpplan.checkpoint.ranges import elements
@@ -73,12 +73,12 @@ class _Fill:
     wanted: Wanted
     source: Source
     tensor: Tensor
-    reads: list[tuple[Stored, tuple[Box, ...]]]
+    reads: list[tuple[Readable, tuple[Box, ...]]]
 
     @property
     def bytes(self) -> int:
         """How many are read."""
-        return sum(stored.bytes_of(elements(boxes)) for stored, boxes in self.reads)
+        return sum(stored.bytes_of(elements(boxes)) for stored, boxes in raw(self.reads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ def _alike(one: Source, other: Source, meter: Meter) -> bool:
     boxes = whole_box(one.shape)
     if one.shape != other.shape or not boxes:
         return one.shape == other.shape
-    ours, theirs = reads(one, boxes), reads(other, boxes)
+    ours, theirs = raw(reads(one, boxes)), raw(reads(other, boxes))
     if [inside for _, inside in ours] != [inside for _, inside in theirs]:
         return False
     pairs = [(a, b) for (a, _), (b, _) in zip(ours, theirs, strict=True)]

@@ -11,7 +11,7 @@ import ctypes
 import errno
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tpplan.checkpoint.dequantised import Dequantised, Readable, raw
 from tpplan.checkpoint.distributed import read_chunk
 from tpplan.checkpoint.header import Stored
 from tpplan.checkpoint.meter import Meter
@@ -49,17 +50,17 @@ class Files:
         self._mapped_files.clear()  # tensors that look into a map keep it; it goes with them
         self._opened.close()
 
-    def expect(self, reads: Iterable[tuple[Stored, Iterable[Box]]]) -> None:
+    def expect(self, reads: Iterable[tuple[Readable, Sequence[Box]]]) -> None:
         """Have the system read what `fill_by` will ask for, so that the disk is busy while numbers are copied."""
         if not hasattr(os, "posix_fadvise"):
             return
         with contextlib.suppress(OSError):  # reading tells what is wrong
-            for stored, boxes in reads:
+            for stored, boxes in raw(reads):
                 descriptor = self._descriptor(stored.path)
                 for begin, count in _stretches(boxes, stored):
                     os.posix_fadvise(descriptor, begin, count, os.POSIX_FADV_WILLNEED)
 
-    def fill(self, part: Tensor, boxes: Iterable[Box], stored: Stored) -> bool:
+    def fill(self, part: Tensor, boxes: Iterable[Box], stored: Readable) -> bool:
         """Read a rank's boxes of a tensor into its part, cast to the part's dtype.
 
         Args:
@@ -75,14 +76,19 @@ class Files:
         """
         return self.fill_by(part, [(stored, tuple(boxes))])
 
-    def fill_by(self, part: Tensor, reads: Iterable[tuple[Stored, Iterable[Box]]]) -> bool:
+    def fill_by(self, part: Tensor, reads: Iterable[tuple[Readable, Sequence[Box]]]) -> bool:
         """As `fill`, with boxes of several tensors."""
         here = part.device.type == "cpu"
         finite = all([self._filled(part, boxes, stored, here) for stored, boxes in reads])
         return finite if here else all_finite(part)
 
-    def _filled(self, part: Tensor, boxes: Iterable[Box], stored: Stored, here: bool) -> bool:
+    def _filled(self, part: Tensor, boxes: Sequence[Box], stored: Readable, here: bool) -> bool:
         finite = True
+        if isinstance(stored, Dequantised):
+            for box in boxes:
+                for piece in stored.fill(box.of_part(part), box, self._box, CHUNK // 4):
+                    finite &= not here or all_finite(piece)
+            return finite
         whole = read_chunk(stored, self._meter) if stored.pickled else None
         for box in boxes:
             target = box.of_part(part)
@@ -95,6 +101,12 @@ class Files:
                 self._meter.add(target.numel() * _width(stored))
                 finite &= self._copy(target, box.of_whole(self._mapped(stored)), here)
         return finite
+
+    def _box(self, stored: Stored, box: Box) -> Tensor:
+        """A box of a tensor by itself, as it is stored."""
+        held = torch.empty(box.sizes, dtype=stored.torch_dtype, device="cpu")
+        self._filled(held, (box._replace(place=(0,) * len(box.sizes)),), stored, here=False)
+        return held
 
     def _run(self, target: Tensor, stored: Stored, first: int, here: bool) -> bool:
         """Read what is one stretch in the file, from element `first` of the stored tensor on."""

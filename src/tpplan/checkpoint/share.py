@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from tpplan.checkpoint.assembled import Source, reads
+from tpplan.checkpoint.dequantised import raw
 from tpplan.checkpoint.header import Stored
 from tpplan.checkpoint.ranges import elements
 from tpplan.compiler.ir.program import ParameterPlacement, Program
@@ -22,7 +23,7 @@ def bytes_by_rank(program: Program, tensors: Mapping[str, Source], buffers: Iter
     found: dict[str, list[int]] = {}
 
     def add(source: Source, boxes: tuple[Box, ...], rank: int) -> None:
-        for stored, inside in reads(source, boxes):
+        for stored, inside in raw(reads(source, boxes)):
             found.setdefault(stored.name, [0] * program.size)[rank] += _bytes(stored, inside)
 
     for placement in program.parameters:
@@ -44,7 +45,7 @@ def _boxes(placement: ParameterPlacement, size: int, rank: int) -> tuple[Box, ..
     return part(placement.layout, 0, (None,), tuple(placement.shape), (size,), (rank,)).boxes
 
 
-def _bytes(stored: Stored, boxes: tuple[Box, ...]) -> int:
+def _bytes(stored: Stored, boxes: Sequence[Box]) -> int:
     return stored.bytes if stored.pickled else stored.bytes_of(elements(boxes))
 
 

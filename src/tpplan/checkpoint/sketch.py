@@ -7,12 +7,12 @@ out: which boxes of them its result consists of; transformers has to read them a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from tpplan.checkpoint.assembled import Piece, Source, pieces_of
+from tpplan.checkpoint.dequantised import unsqueezed
 from tpplan.runtime.parameters.pieces import Box
 
 
@@ -67,8 +67,7 @@ class Sketch:
         pieces: list[Piece] = []
         for stored, box in ((piece.stored, piece.box) for piece in self.pieces):
             start, place, sizes = _more(box.start, dim, 0), _more(box.place, dim, 0), _more(box.sizes, dim, 1)
-            stored = replace(stored, shape=_more(stored.shape, dim, 1))
-            pieces.append(Piece(stored, Box(start, place, sizes, box.owned)))
+            pieces.append(Piece(unsqueezed(stored, dim), Box(start, place, sizes, box.owned)))
         return Sketch(_more(self.shape, dim, 1), tuple(pieces))
 
 

@@ -218,7 +218,8 @@ def _of_kinds(kinds: Sequence[str]) -> list[Diagnostic]:
         finding(
             f"{len(kinds)} of the checkpoint's tensors hold numbers of another kind than the model's; quantised and "
             "whole numbers aren't cast",
-            "load a checkpoint that isn't quantised, or dequantise it first",
+            "load a checkpoint that isn't quantised; of a quantised folder with a config.json, "
+            "`tpplan.from_pretrained(folder, dequantize=True)` makes the numbers that the model wants",
             *_cut(kinds),
         )
     ]

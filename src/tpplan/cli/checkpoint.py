@@ -50,6 +50,7 @@ _CHECK = """\
 
 Headers are read, numbers aren't. Exit codes: 0 it would load, 1 it wouldn't, 2 there is no such model or plan.
 """
+_DEQUANTIZE = "read quantised weights as the numbers that they stand for"
 
 
 def register(subparsers: Subparsers) -> None:
@@ -71,6 +72,7 @@ def register(subparsers: Subparsers) -> None:
         examples=_INSPECT,
     )
     inspect.add_argument("--plan", metavar="PLAN", help=f"{AUTO_HELP}; needs --model")
+    inspect.add_argument("--dequantize", action="store_true", help=_DEQUANTIZE)
     add_text_format_argument(inspect, "every tensor as JSON")
     add_model_arguments(inspect, required=False, partial=True)
     check = _add_action(
@@ -83,6 +85,7 @@ def register(subparsers: Subparsers) -> None:
     )
     check.set_defaults(together=True)
     check.add_argument("plan", metavar="PLAN", help=AUTO_HELP)
+    check.add_argument("--dequantize", action="store_true", help=_DEQUANTIZE)
     add_finding_arguments(check)
     add_model_arguments(check, required=True, partial=True)
 
@@ -103,6 +106,8 @@ def run_inspect(arguments: argparse.Namespace) -> int:
         raise UsageError("--plan and --model go together: they say what a rank reads")
     if arguments.model is None:
         refuse_model_options(arguments)
+        if arguments.dequantize:
+            raise UsageError("--dequantize goes with --plan and --model")
     from tpplan.checkpoint.files import find_checkpoint
 
     find_checkpoint(arguments.path)
@@ -116,7 +121,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     shares: Mapping[str, Sequence[int]] = {}
     if plan is not None and given is not None:
         program = compile_for(arguments, plan, *given)
-        shares = _shares(program, checkpoint, given[0])
+        shares = _shares(program, _plain(checkpoint, arguments), given[0])
     from tpplan.cli.checkpoint_tables import as_json, as_text
     from tpplan.report.quantities import encodable
 
@@ -153,8 +158,15 @@ def _misfits(arguments: argparse.Namespace, plan: Plan | str) -> list[Diagnostic
     findings += wrong
     if loaded is not None:
         findings += findings_for(arguments, [plan], *loaded)
-        findings += [] if checkpoint is None else _compared(loaded[0], checkpoint)
+        findings += [] if checkpoint is None else _compared(loaded[0], checkpoint, arguments)
     return findings
+
+
+def _plain(checkpoint: Checkpoint, arguments: argparse.Namespace) -> Checkpoint:
+    from tpplan.checkpoint.meter import Meter
+    from tpplan.hf.quantised import as_plain
+
+    return as_plain(checkpoint, arguments.dequantize, Meter())
 
 
 def _tried(make: Callable[[], _T]) -> tuple[_T | None, list[Diagnostic]]:
@@ -167,14 +179,17 @@ def _tried(make: Callable[[], _T]) -> tuple[_T | None, list[Diagnostic]]:
         return None, list(error.diagnostics)
 
 
-def _compared(model: nn.Module, checkpoint: Checkpoint) -> list[Diagnostic]:
+def _compared(model: nn.Module, checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[Diagnostic]:
     import torch
 
     from tpplan.checkpoint.buffers import make_buffers
     from tpplan.checkpoint.converted import by_model_names
     from tpplan.checkpoint.wanted import match
 
-    tensors, wrong = by_model_names(model, checkpoint.tensors)
+    plain, wrong = _tried(lambda: _plain(checkpoint, arguments))
+    if plain is None:
+        return wrong
+    tensors, wrong = by_model_names(model, plain.tensors)
     _, without = make_buffers(model, torch.device("cpu"), strict=False)
     return [*(wrong or match(model, tensors, strict=True).findings), *without]
 

@@ -37,17 +37,20 @@ def usual_class(config: Any) -> Any:
 
 
 def build_stock(kind: Any, config: Any, dtype: torch.dtype | None = None) -> nn.Module:
-    """A model on `meta`, without numbers.
+    """A model on `meta`, without numbers, and not quantised, whatever the config says.
 
     Args:
         kind: its class, or an auto class.
-        config: its config.
+        config: its config, of which what it says of quantisation is taken out.
         dtype: of its parameters; None for the config's.
 
     Raises:
         UnusableError: it can't be built.
     """
     make = getattr(kind, "_from_config", None) or kind.from_config
+    every: list[Any] = [config, *vars(config).values()]
+    for held in every:
+        getattr(held, "__dict__", {}).pop("quantization_config", None)
     given = {} if dtype is None else {"dtype": dtype}
     try:
         with torch.device("meta"), _safe_on_meta():

@@ -1,0 +1,371 @@
+"""Formats of quantised checkpoints: which stored tensors a weight consists of, and how its numbers are packed.
+
+in:  a checkpoint's tensors, and what its config says of their quantisation
+out: the same with one tensor for each weight, which answers with numbers
+
+A new format is one more entry of `FORMATS`. What is taken from shapes isn't taken from configs: those are often wrong
+about single layers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tpplan.checkpoint.assembled import Source, Sources
+from tpplan.checkpoint.dequantised import Dequantised, Ingredient
+from tpplan.checkpoint.files import CheckpointError, finding, unreadable
+from tpplan.checkpoint.header import Stored
+from tpplan.checkpoint.meter import Meter
+from tpplan.checkpoint.reading import Files
+from tpplan.runtime.parameters.pieces import whole_box
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_SIGNED = (*_E2M1, *(-number for number in _E2M1))
+_PAIRS = torch.tensor([[_SIGNED[byte & 15], _SIGNED[byte >> 4]] for byte in range(256)], device="cpu")
+_SHOWN = 20
+_FLOATS = {"F16", "BF16", "F32", "F64"}
+_FLOAT8 = {"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
+_EXPONENTS = {"U8", "F8_E8M0"}
+_BITS = (2, 4, 8)
+
+
+class _MisfitError(Exception):
+    """The stored tensors of a weight don't fit together; why."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """What is stored of a weight.
+
+    Attributes:
+        name: the weight's.
+        codes, scales: the tensors.
+        others: further ones, by what follows the weight's name in theirs.
+        config: what the checkpoint's config says of its quantisation.
+        numbers: reads the few numbers of a tensor.
+    """
+
+    name: str
+    codes: Stored
+    scales: Stored
+    others: Mapping[str, Stored]
+    config: Mapping[str, Any]
+    numbers: Callable[[Stored], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How checkpoints of a kind store weights.
+
+    Attributes:
+        scales: patterns of the scales' names, each with what it makes of the weight's.
+        codes: what may follow a weight's name in that of its codes.
+        others: the same of further tensors.
+        idle: a pattern of the names that a model without quantisation has no use for.
+        weight: the weight that some stored tensors make; raises a `_MisfitError` if they make none.
+        refusal: why a config of this kind can't be dequantised; None if it can.
+    """
+
+    scales: tuple[tuple[str, str], ...]
+    codes: tuple[str, ...]
+    others: tuple[str, ...]
+    idle: str
+    weight: Callable[[StoredWeight], Dequantised]
+    refusal: Callable[[Mapping[str, Any]], str | None] = lambda config: None
+
+
+def dequantised(tensors: Sources, config: Mapping[str, Any], meter: Meter) -> dict[str, Source]:
+    """A quantised checkpoint's tensors, with one for each weight in place of its codes and scales.
+
+    Args:
+        tensors: by their names in the checkpoint.
+        config: the `quantization_config`, of a `quant_method` in `FORMATS`.
+        meter: counts what is read: shapes that are stored as tensors.
+
+    Raises:
+        CheckpointError: TP121, with every weight whose parts don't fit together.
+    """
+    kind = FORMATS[config["quant_method"]]
+    left, found, wrong = dict(tensors), dict[str, Source](), list[str]()
+    with Files(meter) as files:
+
+        def numbers(stored: Stored) -> list[int]:
+            held = torch.empty(stored.shape, dtype=stored.torch_dtype, device="cpu")
+            try:
+                files.fill(held, whole_box(stored.shape), stored)
+            except OSError as error:
+                raise unreadable(stored.path, error) from None
+            return cast("list[int]", held.flatten().long().tolist())
+
+        for place in tensors:
+            name = next((re.sub(p, weight, place) for p, weight in kind.scales if re.fullmatch(p, place)), None)
+            codes = next((name + more for more in kind.codes if name + more in tensors), None) if name else None
+            if name is None or codes not in left or tensors[codes].dtype in _FLOATS:
+                continue
+            others = {more: left.pop(name + more) for more in kind.others if name + more in tensors}
+            members = [left.pop(codes), left.pop(place), *others.values()]
+            if not all(isinstance(held, Stored) and not held.pickled for held in members):
+                wrong.append(f"`{name}` is in chunks of torch.distributed.checkpoint, not in safetensors files")
+                continue
+            stored = cast("list[Stored]", members)
+            parts = StoredWeight(
+                name, stored[0], stored[1], dict(zip(others, stored[2:], strict=True)), config, numbers
+            )
+            try:
+                found[name] = kind.weight(parts)
+            except _MisfitError as error:
+                wrong.append(f"`{name}`: {error}")
+    found |= {name: held for name, held in left.items() if not re.fullmatch(kind.idle, name)}
+    wrong += [f"`{name}` has no {lack}" for name, held in found.items() if (lack := _lack(kind, name, held))]
+    if wrong:
+        message = f"{len(wrong)} of the checkpoint's quantised weights can't be dequantised"
+        notes = wrong if len(wrong) <= _SHOWN else [*wrong[:_SHOWN], f"and {len(wrong) - _SHOWN} more"]
+        raise CheckpointError([finding(message, "complete the checkpoint: copy or download it again", *notes)])
+    return found
+
+
+def _lack(kind: WeightFormat, name: str, held: Source) -> str | None:
+    """What a tensor that is no part of a weight should have been one with; None if it stands for itself."""
+    if isinstance(held, Dequantised):
+        return None
+    if held.dtype in _FLOAT8 or any(more and name.endswith(more) for more in kind.codes):
+        return "scales"
+    return "codes" if any(re.fullmatch(p, name) for p, _ in kind.scales if not p.endswith(r"\.scale")) else None
+
+
+# --- The weights ------------------------------------------------------------------------------------------------------
+
+
+def _fp8_weight(parts: StoredWeight) -> Dequantised:
+    """Float8 with scales in blocks; or two numbers of four bits to a byte, as experts may have them.
+
+    The blocks are the config's, where as many scales are there. Where the last block of a dim isn't full, transformers
+    divides the dim evenly when it dequantises, and by the config's blocks when it doesn't.
+    """
+    codes, blocks = parts.codes, parts.config.get("weight_block_size") or ()
+    ingredient = _packed(codes, 2, _pairs) if codes.dtype == "I8" else _plain(codes, _FLOAT8, torch.float32)
+    shape = _numbers_of(ingredient)
+    return _made(parts.name, shape, ingredient, _grid(shape, parts.scales, _scale_decoder(parts.scales), blocks))
+
+
+def _mxfp4_weight(parts: StoredWeight) -> Dequantised:
+    """Groups of 32 inputs, two numbers to a byte; the model has inputs before outputs."""
+    codes, scales = parts.codes, parts.scales
+    if codes.dtype != "U8" or scales.dtype != "U8" or len(codes.shape) < 3:
+        raise _MisfitError(f"{_told(codes)} and {_told(scales)}, which should be bytes in groups")
+    if codes.shape[:-1] != scales.shape:
+        raise _MisfitError(f"{_told(scales)}; {_told(codes)}, and a scale for each group is {list(codes.shape[:-1])}")
+    *outer, groups, width = codes.shape
+    ingredient = _packed(replace(codes, shape=(*outer, groups * width)), 2, _pairs)
+    shape = _numbers_of(ingredient)
+    order = (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2)
+    return _made(parts.name, shape, ingredient, _grid(shape, scales, _powers), order=order)
+
+
+def _compressed_weight(parts: StoredWeight) -> Dequantised:
+    """Integers or float8 as they are, or integers of 2, 4 or 8 bits in words of 32; in the scales' dtype."""
+    codes, scales, others = parts.codes, parts.scales, parts.others
+    dtype = scales.torch_dtype
+    if scales.dtype not in _FLOATS or dtype is None:
+        raise _MisfitError(f"{_told(scales)}, which should be floating-point numbers")
+    if "_g_idx" in others:
+        raise _MisfitError("its groups are in the order of activations (`weight_g_idx`)")
+    zeros, bits = others.get("_zero_point"), 0
+    if codes.name.endswith("_packed"):
+        shape, bits = _packed_shape(parts)
+        ingredient = _packed(codes, 32 // bits, partial(_integers, bits=bits, dim=-1, dtype=dtype))
+    else:
+        shape, ingredient = codes.shape, _plain(codes, _FLOAT8 | {"I8"}, dtype)
+    blocks = next((held["block_structure"] for held in _schemes(parts.config) if held.get("block_structure")), ())
+    made = [_grid(shape, scales, partial(_cast, dtype=dtype), blocks)]
+    if zeros is not None and bits and zeros.dtype == "I32":
+        of_rows = made[0].steps[-1]
+        unpack = partial(_integers, bits=bits, dim=-2, dtype=dtype)
+        count = 32 // bits
+        expected = (*shape[:-2], -(-shape[-2] // count), -(-shape[-1] // of_rows))
+        if zeros.shape != expected:
+            raise _MisfitError(f"{_told(zeros)}, which should be {list(expected)}")
+        made.append(Ingredient(zeros, (*[1] * (len(shape) - 2), count, of_rows), unpack))
+    elif zeros is not None:
+        made.append(_grid(shape, zeros, partial(_cast, dtype=dtype), blocks))
+    return _made(parts.name, shape, ingredient, *made)
+
+
+def _made(name: str, shape: Sequence[int], *ingredients: Ingredient, order: Sequence[int] = ()) -> Dequantised:
+    order = tuple(order) or tuple(range(len(shape)))
+    return Dequantised(name, tuple(shape[dim] for dim in order), ingredients, order)
+
+
+# --- Their parts ------------------------------------------------------------------------------------------------------
+
+
+def _plain(codes: Stored, kinds: set[str], dtype: torch.dtype) -> Ingredient:
+    if codes.dtype not in kinds or not codes.shape:
+        raise _MisfitError(f"{_told(codes)}, which should be {' or '.join(sorted(kinds))}")
+    return Ingredient(codes, (1,) * len(codes.shape), partial(_cast, dtype=dtype))
+
+
+def _packed(codes: Stored, count: int, decode: Callable[[Tensor], Tensor]) -> Ingredient:
+    """Codes of which so many lie in one entry, along the last dim."""
+    if not codes.shape:
+        raise _MisfitError(_told(codes))
+    return Ingredient(codes, (*[1] * (len(codes.shape) - 1), count), decode)
+
+
+def _numbers_of(codes: Ingredient) -> tuple[int, ...]:
+    return tuple(count * step for count, step in zip(codes.stored.shape, codes.steps, strict=True))
+
+
+def _grid(
+    shape: Sequence[int], stored: Stored, decode: Callable[[Tensor], Tensor], blocks: Sequence[int] = ()
+) -> Ingredient:
+    """Scales or zero points of blocks: the config's, where as many are there, else of equal ones."""
+    counts = stored.shape if math.prod(stored.shape) != 1 else (1,) * len(shape)
+    wanted = (*[0] * (len(shape) - len(blocks)), *blocks) if len(blocks) <= len(shape) else (0,) * len(shape)
+    steps: list[int] = []
+    for whole, count, block in zip(shape, counts, wanted, strict=False):
+        if block and count == -(-whole // block):
+            steps.append(block)
+        elif count and whole % count == 0:
+            steps.append(max(whole // count, 1))
+    if len(counts) != len(shape) or len(steps) != len(shape):
+        of_blocks = f" in blocks of {'×'.join(map(str, blocks))}" if blocks else ""
+        raise _MisfitError(f"{_told(stored)}, which isn't a number for each block of {list(shape)}{of_blocks}")
+    return Ingredient(replace(stored, shape=counts), tuple(steps), decode)
+
+
+def _packed_shape(parts: StoredWeight) -> tuple[tuple[int, ...], int]:
+    """The shape of packed integers, and their bits: those of the config's that fill the words."""
+    codes, every = parts.codes, _bits_of(parts.config)
+    if "_shape" not in parts.others:
+        raise _MisfitError(f"there is no `{parts.name}_shape`, which says how many numbers `{codes.name}` holds")
+    shape = tuple(parts.numbers(parts.others["_shape"]))
+    fit = [bits for bits in every if codes.shape == (*shape[:-1], -(-shape[-1] * bits // 32))]
+    if codes.dtype != "I32" or len(fit) != 1 or fit[0] not in _BITS:
+        bits = " or ".join(map(str, sorted(every))) or "no"
+        raise _MisfitError(
+            f"{_told(codes)}, which isn't {list(shape)} at {bits} bits each; {', '.join(map(str, _BITS))} can be read"
+        )
+    return shape, fit[0]
+
+
+def _told(stored: Stored) -> str:
+    return f"`{stored.name}` is {stored.dtype} of shape {list(stored.shape)}"
+
+
+# --- What is stored, as numbers ---------------------------------------------------------------------------------------
+
+
+def _cast(held: Tensor, dtype: torch.dtype) -> Tensor:
+    return held.to(dtype)
+
+
+def _pairs(held: Tensor) -> Tensor:
+    """Two numbers of four bits (E2M1) to a byte, the lower bits first."""
+    return _PAIRS[held.view(torch.uint8).long()].flatten(-2)
+
+
+def _powers(held: Tensor) -> Tensor:
+    """Powers of two by their exponents."""
+    return torch.pow(2.0, held.to(torch.int32) - 127)
+
+
+def _scale_decoder(scales: Stored) -> Callable[[Tensor], Tensor]:
+    if scales.dtype not in _FLOATS | _EXPONENTS:
+        raise _MisfitError(f"{_told(scales)}, which should be floating-point numbers or exponents")
+    return _powers if scales.dtype == "U8" else partial(_cast, dtype=torch.float32)
+
+
+def _integers(held: Tensor, bits: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """Signed integers of so many bits, from the lowest ones of each word on, stored as distances from the least."""
+    words = held.movedim(dim, -1)[..., None]
+    numbers = words >> torch.arange(0, 32, bits, dtype=torch.int32, device="cpu") & (1 << bits) - 1
+    return (numbers.flatten(-2) - (1 << bits - 1)).movedim(-1, dim).to(dtype)
+
+
+# --- Configs ----------------------------------------------------------------------------------------------------------
+
+
+def _groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The groups of a config of compressed-tensors."""
+    groups: Any = config.get("config_groups")
+    every = [*cast("dict[str, Any]", groups).values()] if isinstance(groups, dict) else []
+    return [cast("dict[str, Any]", group) for group in every if isinstance(group, dict)]
+
+
+def _schemes(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What they say of weights."""
+    held = [group.get("weights") for group in _groups(config)]
+    return [cast("dict[str, Any]", weights) for weights in held if isinstance(weights, dict)]
+
+
+def _bits_of(config: Mapping[str, Any]) -> set[int]:
+    integers = [held for held in _schemes(config) if held.get("type", "int") == "int"]
+    return {int(held.get("num_bits", 8)) for held in integers}
+
+
+def _compressed_refusal(config: Mapping[str, Any]) -> str | None:
+    formats = [config.get("format"), *(group.get("format") for group in _groups(config))]
+    strange = dict.fromkeys(str(held) for held in formats if held is not None and held not in _COMPRESSED)
+    sparse: Any = config.get("sparsity_config") or {}
+    if strange:
+        return f"in the format {' and '.join(strange)}"
+    if not _schemes(config):
+        return "by a config that names no scheme (`config_groups`)"
+    if not all(_is_block(held.get("block_structure")) for held in _schemes(config)):
+        return "by a config with a `block_structure` that isn't two sizes"
+    if sparse.get("format", "dense") != "dense":
+        return f"sparse, in the format {sparse['format']}"
+    return "with weights that are rotated (`transform_config`)" if config.get("transform_config") else None
+
+
+def _fp8_refusal(config: Mapping[str, Any]) -> str | None:
+    fits = _is_block(config.get("weight_block_size"))
+    return None if fits else "by a config with a `weight_block_size` that isn't two sizes"
+
+
+def _is_block(sizes: Any) -> bool:
+    if sizes is None:
+        return True
+    return isinstance(sizes, list) and [type(n) is int and n > 0 for n in cast("list[Any]", sizes)] == [True, True]
+
+
+_COMPRESSED = {"dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision"}
+
+FORMATS: Mapping[str, WeightFormat] = {
+    "fp8": WeightFormat(
+        scales=((r"(.+)_scale_inv", r"\1"), (r"(.+)\.qscale_weight", r"\1.weight"), (r"(.+)\.scale", r"\1.weight")),
+        codes=("",),
+        others=(),
+        idle=r".+[._](activation_scale|qscale_act|input_scale)",
+        weight=_fp8_weight,
+        refusal=_fp8_refusal,
+    ),
+    "mxfp4": WeightFormat(
+        scales=((r"(.+)_scales", r"\1"),),
+        codes=("_blocks",),
+        others=(),
+        idle=r"(?!)",
+        weight=_mxfp4_weight,
+    ),
+    "compressed-tensors": WeightFormat(
+        scales=((r"(.+\.weight)_scale", r"\1"),),
+        codes=("_packed", ""),
+        others=("_zero_point", "_shape", "_g_idx"),
+        idle=r".+[._](input|output|[qkv])_(global_)?(scale|zero_point)",
+        weight=_compressed_weight,
+        refusal=_compressed_refusal,
+    ),
+}
+"""By `quant_method`."""
+
+
+__all__ = ["FORMATS", "WeightFormat", "dequantised"]

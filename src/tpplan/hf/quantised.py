@@ -1,0 +1,74 @@
+"""Folders whose weights are quantised: what their config says, and their checkpoint as one of plain numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from tpplan.checkpoint.files import problem
+from tpplan.checkpoint.formats import FORMATS, dequantised
+from tpplan.checkpoint.meter import Meter
+from tpplan.checkpoint.stored import Checkpoint
+from tpplan.hf.configs import CONFIG
+
+_BY_TRANSFORMERS = (
+    "load it into the stock model by transformers, call that model's `dequantize()`, and write it by "
+    "`tpplan.save_weights(model, folder)`"
+)
+_WAYS_OUT = {
+    "bitsandbytes": _BY_TRANSFORMERS,
+    "higgs": _BY_TRANSFORMERS,
+    "torchao": "load it into the stock model by transformers, and call `tpplan.parallelize` on that model",
+}
+_OTHERS = "load the folder that it was quantised from, or dequantise it once by the library that has written it"
+
+
+def as_plain(checkpoint: Checkpoint, dequantize: bool, meter: Meter) -> Checkpoint:
+    """A checkpoint as one of plain numbers, if a config beside it says that it is quantised.
+
+    Args:
+        checkpoint: the checkpoint.
+        dequantize: whether the user has asked for it.
+        meter: counts what is read of the checkpoint.
+
+    Raises:
+        CheckpointError: TP121; it is quantised, and not to be dequantised, or can't be.
+    """
+    folder = checkpoint.path.parent
+    said = _quantisation(folder / CONFIG)
+    if not said:
+        return checkpoint
+    method = str(said.get("quant_method", "unknown"))
+    what = f"the checkpoint in `{folder}` is quantised ({method})"
+    known = FORMATS.get(method)
+    if known is None:
+        raise problem(f"{what}, which tpplan doesn't read", _WAYS_OUT.get(method, _OTHERS))
+    refusal = known.refusal(said)
+    if refusal is not None:
+        raise problem(f"{what}, {refusal}, which tpplan doesn't read", _OTHERS)
+    if not dequantize:
+        raise problem(
+            f"{what}; tpplan computes with floating-point numbers",
+            "dequantise it while it is loaded: `dequantize=True`; each rank reads the codes and scales of its part",
+        )
+    return replace(checkpoint, tensors=dequantised(checkpoint.tensors, said, meter))
+
+
+def _quantisation(file: Path) -> Mapping[str, Any]:
+    """What a config, or that of a part of the model, says of quantisation; nothing, if there is no config."""
+    try:
+        fields: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    parts: list[Any] = [fields, *cast("dict[str, Any]", fields).values()] if isinstance(fields, dict) else []
+    for held in parts:
+        said: Any = cast("dict[str, Any]", held).get("quantization_config") if isinstance(held, dict) else None
+        if said:
+            return cast("dict[str, Any]", said) if isinstance(said, dict) else {"quant_method": said}
+    return {}
+
+
+__all__ = ["as_plain"]
