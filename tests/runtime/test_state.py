@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import tpplan
 from tests.compiler import toys
 from tests.compiler.toys import HIDDEN, MLP, Mlp
-from tests.runtime.simulated import on_ranks, worst
+from tests.runtime.simulated import on_ranks, plan_of, worst
 from tpplan.calls.guard import CallGuard
 
 TOLERANCE = 1e-12
@@ -220,8 +220,22 @@ class ByParameter(Mlp):
     """What was set on a parameter decides."""
 
     def forward(self, x: Tensor) -> Tensor:
+        h, weight = self.up(x), self.up.weight
+        return self.down(h.softmax(-1) if getattr(weight, "on", False) or getattr(weight, "_on", False) else h)
+
+
+class ByObject(Mlp):
+    """An object decides that was set on a parameter, on a buffer, on a tensor in an attribute or on the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("number", torch.zeros(3))
+        self.tensor = torch.zeros(3)
+
+    def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
-        return self.down(h.softmax(-1) if getattr(self.up.weight, "on", False) else h)
+        every = (self.up.weight, self.number, self.tensor, x)
+        return self.down(h.softmax(-1) if any(getattr(held, "settings", OWN)["on"] for held in every) else h)
 
 
 class ByBuffer(Mlp):
@@ -296,6 +310,7 @@ WAYS: dict[str, tuple[Callable[[], nn.Module], Put]] = {
     "another module": (ByModule, lambda own, on: setattr(toys, "STEEP", on)),
     "a class that is named": (ByModule, lambda own, on: setattr(Settings, "on", on)),
     "parameter": (ByParameter, lambda own, on: setattr(own.up.weight, "on", on)),
+    "a parameter's private attribute": (ByParameter, lambda own, on: setattr(own.up.weight, "_on", on)),
     "buffer": (ByBuffer, lambda own, on: own.on.fill_(on)),
     "own class": (ByClass, lambda own, on: setattr(ByClass, "on", on)),
     "global": (ByGlobal, lambda own, on: set_number(on)),
@@ -382,17 +397,74 @@ def test_what_can_be_read_only_once_is_refused_by_name(make: Callable[[], Any]) 
     with pytest.raises(tpplan.CompileError, match=r"which can be read only once|takes from a generator that it keeps"):
         on_ranks(stock(Flagged, [make()], lambda held: next(held[0], 0) == 5), MLP, 2, EXAMPLE, lambda *_: None)
 
-    def work(own: Any, _: CallGuard) -> str:
-        with pytest.raises(tpplan.UnprovedCallError) as raised:
-            own(x(), [make()])
+    def work(own: Any, _: CallGuard) -> list[str]:
+        found = [refusal(own, x(), [make()])]
         own.held = [make()]
-        with pytest.raises(tpplan.UnprovedCallError) as again:
-            own(x())
-        return f"{raised.value}\n{again.value}"
+        found.append(refusal(own, x()))
+        own.held = None
+        own.up.register_forward_hook(functools.partial(lambda hook, *_: None, make()))
+        return [*found, refusal(own, x()), refusal(own, x())]
 
-    for text in on_ranks(stock(Flagged), MLP, 2, EXAMPLE, work):
-        assert "TP117 unproved-call: an argument of this call is or holds a `" in text
-        assert "TP130 changed-model: `held` is or holds a `" in text
+    for texts in on_ranks(stock(Flagged), MLP, 2, EXAMPLE, work):
+        assert "TP117 unproved-call: an argument of this call is or holds a `" in texts[0]
+        assert "TP130 changed-model: `held` is or holds a `" in texts[1]
+        assert all("TP130 changed-model: `up._forward_hooks" in text for text in texts[2:]), "at each call"
+
+
+def refusal(own: Any, *arguments: Any) -> str:
+    with pytest.raises(tpplan.UnprovedCallError) as raised:
+        own(*arguments)
+    return str(raised.value)
+
+
+class OfClass(Flagged):
+    """What can be read only once stands in its class."""
+
+    once: Any = iter([1])
+
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        return super().forward(x) if type(self).once is not None else x
+
+
+def hooked() -> Mlp:
+    model = Mlp()
+    model.up.register_forward_hook(functools.partial(lambda hook, *_: None, iter([1])))
+    return model
+
+
+def with_settings(where: Callable[[Any], Tensor]) -> nn.Module:
+    model = stock(ByObject)
+    where(model).settings = {"on": True}  # pyright: ignore
+    return model
+
+
+UNSEEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "class": (OfClass, r"TP129 .*OfClass\.once` is or holds a `list_iterator`"),
+    "hook": (hooked, "TP129 .*`a hook of up` is or holds a `list_iterator`"),
+    "parameter": (lambda: with_settings(lambda model: model.up.weight), "TP129 .*`up.weight` is or holds a tensor on"),
+    "buffer": (lambda: with_settings(lambda model: model.number), "TP129 .*`number` is or holds a tensor on"),
+    "tensor": (lambda: with_settings(lambda model: model.tensor), "TP129 .*`tensor` is or holds a tensor on"),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_cannot_be_seen_around_modules_is_refused_by_name(name: str) -> None:
+    make, message = UNSEEN[name]
+    with pytest.raises(tpplan.CompileError, match=message):
+        tpplan.compile_plan(make().double() if name in ("class", "hook") else make(), plan_of(MLP), 2, EXAMPLE[0])
+
+
+def test_an_object_on_a_tensor_is_refused_at_a_later_call() -> None:
+    def work(own: Any, _: CallGuard) -> list[str]:
+        given = x()
+        given.settings = {"on": True}  # pyright: ignore
+        found = [refusal(own, given)]
+        own.number.settings = {"on": True}
+        return [*found, refusal(own, x()), refusal(own, x())]
+
+    for texts in on_ranks(stock(ByObject), MLP, 2, EXAMPLE, work):
+        assert "TP117" in texts[0] and "`x` is or holds a tensor on which an object, `settings`, was set" in texts[0]
+        assert all("TP130 changed-model: `number` is a tensor on which an object" in text for text in texts[1:])
 
 
 class Refuses(Flagged):

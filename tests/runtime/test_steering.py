@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextvars
 import copy
 import functools
@@ -52,12 +53,39 @@ class Holder:
         self.settings = steering
 
 
-CHOOSER, HOLDER = Chooser(), Holder()
+class ByKey(dict[str, bool]):
+    """Whose items are its attributes, as many settings are; it has no other."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Worker(threading.Thread):
+    """A thread that holds a setting."""
+
+    flag = False
+
+
+CHOOSER, HOLDER, BY_KEY, WORKER = Chooser(), Holder(), ByKey(flag=False), Worker()
+KEPT: bool | None = None
+builtins.TESTS_FLAG = False  # pyright: ignore
 
 
 @functools.lru_cache
 def cached() -> bool:
     return OWN
+
+
+def once() -> bool:
+    """What is found out at the first call."""
+    global KEPT
+    if KEPT is None:
+        KEPT = OWN
+    return KEPT
+
+
+def set_kept(value: bool) -> None:
+    global KEPT
+    KEPT = value
 
 
 def set_cached(value: bool) -> None:
@@ -146,6 +174,10 @@ READ: dict[str, tuple[Callable[[], bool], Callable[[bool], object]]] = {
     "dotted table": (lambda: tests.runtime.steering.TABLE["flag"], lambda value: steering.TABLE.update(flag=value)),
     "a tensor": (lambda: NUMBERS[1].item() > 0, lambda value: NUMBERS.fill_(float(value))),
     "property": (lambda: CHOOSER.flag, fill),
+    "by key": (lambda: BY_KEY.flag, lambda value: BY_KEY.update(flag=value)),
+    "a thread's attribute": (lambda: WORKER.flag, lambda value: setattr(WORKER, "flag", value)),
+    "kept by its reader": (once, set_kept),
+    "builtins": (lambda: TESTS_FLAG, lambda value: setattr(builtins, "TESTS_FLAG", value)),  # noqa: F821  # pyright: ignore
 }
 
 

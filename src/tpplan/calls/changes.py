@@ -11,7 +11,8 @@ A module that only wraps sharded ones (an activation checkpoint) and holds no te
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 
 from torch import nn
@@ -39,6 +40,19 @@ _EARLIER = (
     "change the stock model before `parallelize`: apply adapters first, and parallelize the adapted model; "
     "`merge_adapter()` of peft merges in place"
 )
+
+
+@contextmanager
+def _tells_unseen() -> Generator[None]:
+    """A block in which what can't be compared is a TP130."""
+    try:
+        yield
+    except UnseenError as error:
+        raise UnprovedCallError.of(
+            "TP130",
+            f"{error}, and nobody can tell whether it changes",
+            help="keep what steers a forward in attributes of modules: numbers, texts, containers or plain objects",
+        ) from None
 
 
 class Changes:
@@ -105,6 +119,7 @@ class Changes:
         """Where that differs from the state of the first proofs."""
         return self._held.difference()
 
+    @_tells_unseen()
     def look(self) -> bool:
         """Whether something was changed for which calls have to be proved anew, whatever state modules are in.
 
@@ -121,8 +136,6 @@ class Changes:
             self._held.settle()
         noted = [module for module, name in writes.noted if name == HOOKS] if writes.noted else ()
         changed = self._hooks.look(noted)
-        if changed:
-            self._held.find()
         if writes.modes:
             writes.modes = False
             self._find_modes()
@@ -135,6 +148,7 @@ class Changes:
         self._look_at_held(())
         return changed
 
+    @_tells_unseen()
     def settle(self) -> None:
         """Take what was written since the last look as written by a forward, which its proof follows."""
         for module, name in self._writes.inside:
@@ -143,6 +157,7 @@ class Changes:
                 self._tensors[module][name] = contents.form(buffer)
         self._held.settle()
 
+    @_tells_unseen()
     def follow(self, reads: Iterable[str] = ()) -> bool:
         """Let the skeleton be as the model is now; whether a capture that asked for these names was given otherwise."""
         return self._held.follow(reads)
@@ -156,15 +171,14 @@ class Changes:
         """The hooks of all modules that proofs follow."""
         return self._writes.onlookers.followed
 
+    @_tells_unseen()
     def compare(self) -> bool:
         """As `look`, for all that the model holds, however it was changed."""
         self._find_modes()
         hooks = self._hooks.look_at_all()
         found = set(self._differing()) - self._writes.inside
-        try:
-            self._held.compare()
-        except UnseenError as error:
-            raise _unseen(error) from None
+        self._held.find()
+        self._held.compare()
         return self._look_at({*self._writes.noted, *self._broken, *found}) or hooks
 
     def _refuse_replaced_function(self) -> None:
@@ -189,10 +203,7 @@ class Changes:
         return any(changed)
 
     def _look_at_held(self, written: Iterable[_Place]) -> None:
-        try:
-            self._held.look(written)
-        except UnseenError as error:
-            raise _unseen(error) from None
+        self._held.look(written)
         if self._held.state and self._writes.local:
             self._refuse_counted()
 
@@ -320,15 +331,6 @@ def _way_out(module: nn.Module) -> str:
     if any(held is not None and takes_apart(held) for held in own_parameters(module).values()):
         return "quantise the stock model, before `parallelize`: what a weight's class keeps is split there"
     return _EARLIER
-
-
-def _unseen(error: UnseenError) -> UnprovedCallError:
-    """A TP130 for what can't be compared."""
-    return UnprovedCallError.of(
-        "TP130",
-        f"{error}, and nobody can tell whether it changes",
-        help="keep what steers a forward in numbers, texts, containers or plain objects",
-    )
 
 
 def _stores(module: nn.Module) -> bool:

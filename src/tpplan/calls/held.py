@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
@@ -44,8 +44,8 @@ from tpplan.state.content import (
     numbers,
 )
 from tpplan.state.flat import Flat, Values
-from tpplan.state.parts import PLAIN, UnseenError, functions_in, is_library, names_in, own_bases
-from tpplan.state.reads import ANYTHING, function_content, is_function, shown, space_of
+from tpplan.state.parts import PLAIN, UnseenError, functions_in, is_users, own_bases
+from tpplan.state.reads import ANYTHING, global_content, is_function, marks_on, read_of_classes, shown, space_of
 
 
 @contextmanager
@@ -107,7 +107,7 @@ class Held:
         self._names, self._twins, self._writes, self._local = names, twins, writes, writes.local
         self._kinds = dict.fromkeys(kind for module in names for kind in own_bases(type(module)))
         self._kinds = {kind: None for kind in self._kinds if not issubclass(kind, Watched)}
-        self._reads, self._loaded, self._stored = frozenset[str](), frozenset[str](), frozenset[str]()
+        self._reads = frozenset[str]()
         self._functions: set[Place] = set()
         self._now: dict[Place, object] = {}
         self._first: dict[Place, object] = {}
@@ -317,10 +317,10 @@ class Held:
             held = self._standing(place)
             reader = others if place.is_shared or isinstance(place.name, tuple) else own
             try:
-                if place.is_function and (is_function(held) or isinstance(held, ModuleType)):
-                    yield place, function_content(place.holder, held)
+                if held is MISSING:
+                    yield place, NOTHING
                 else:
-                    yield place, NOTHING if held is MISSING else reader(held)
+                    yield place, global_content(place.holder, held, reader) if place.is_function else reader(held)
             except UnseenError as error:
                 raise UnseenError(f"`{self._shown(place)}` is or holds {error}") from None
 
@@ -335,12 +335,9 @@ class Held:
         yield from self._functions
         for module in self._names:
             for name, tensor in _tensors(module):
-                if _marks(tensor):
+                if self._marks_on(Place(module, name), tensor):
                     yield Place(module, name)
-        for kind in self._kinds:
-            for name in vars(kind):
-                if (self._is_read(name) or name in self._loaded) and name not in self._stored:
-                    yield Place(kind, name)
+        yield from (Place(*held) for held in read_of_classes(self._kinds, self._reads))
 
     def _named(self, module: nn.Module) -> Iterator[Any]:
         own = (name for name in vars(module) if name not in NOT_ATTRIBUTES and (module, name) not in self._local)
@@ -349,8 +346,8 @@ class Held:
             for name, held in own_buffers(module).items()
             if held is not None and (is_constant(held) or (module, name) in self._made)
         )
-        hooks = ((t, k) for t, table in hook_tables(module).items() for k, hook in table.items() if _is_users(hook))
-        marked = (name for name, held in _tensors(module) if _marks(held))
+        hooks = ((t, k) for t, table in hook_tables(module).items() for k, hook in table.items() if is_users(hook))
+        marked = (name for name, held in _tensors(module) if self._marks_on(Place(module, name), held))
         return chain(own, constants, marked, hooks if self._names[module] else ())
 
     def _standing(self, place: Place) -> Any:
@@ -363,10 +360,16 @@ class Held:
         if tensor is None:
             tensor = own_buffers(place.holder).get(place.name)
         if tensor is not None:
-            marks = _marks(tensor)
+            marks = self._marks_on(place, tensor)
             counts = is_constant(tensor) or place in self._made
             return tensor if counts else SimpleNamespace(**marks) if marks else MISSING
         return cast("dict[str, Any]", vars(place.holder)).get(place.name, MISSING)
+
+    def _marks_on(self, place: Place, tensor: Tensor) -> dict[str, Any]:
+        try:
+            return marks_on(tensor, self._reads)
+        except UnseenError as error:
+            raise UnseenError(f"`{self._shown(place)}` is {error}") from None
 
     def _is_read(self, name: object) -> bool:
         return isinstance(name, tuple) or name in self._reads or ANYTHING in self._reads
@@ -390,9 +393,6 @@ class Held:
             and not (place.is_function and (is_function(held) or isinstance(held, ModuleType)))
         ]
         functions = [held for place in self._deep for held in self._written(place)]
-        named = [names_in(held.__code__) for held in functions]
-        self._loaded = frozenset[str]().union(*(names.attributes for names in named))
-        self._stored = frozenset[str]().union(*(names.put for names in named))
         self._own = [*map(vars, self._names)]
         self._lengths = [*map(len, self._own)]
         plain = (place for place, held in standing if self._is_plain(place, held))
@@ -400,7 +400,7 @@ class Held:
         tensors = [tensor for module in self._names for _, tensor in _tensors(module)]
         self._marks = [*map(vars, tensors)]
         self._marked = [*map(len, self._marks)]
-        marked = [vars(tensor) for tensor in tensors if _marks(tensor)]
+        marked = [vars(tensor) for tensor in tensors if marks_on(tensor, self._reads)]
         deep = [held for place, held in standing if place in self._deep]
         spaces: dict[Any, list[str]] = {}
         for place in self._functions:
@@ -460,7 +460,7 @@ class Held:
         elif name in own_buffers(twin) and isinstance(item, Tensor):
             own_buffers(twin)[name] = item
         elif (held := dict(_tensors(twin)).get(name)) is not None:
-            for mark in _marks(held):
+            for mark in marks_on(held, self._reads):
                 delattr(held, mark)
             vars(held).update(vars(item) if isinstance(item, SimpleNamespace) else {})
         elif item is MISSING:
@@ -469,22 +469,10 @@ class Held:
             setattr(twin, name, item)
 
 
-def _is_users(hook: Any) -> bool:
-    """Whether a hook is no library's."""
-    while isinstance(hook, (functools.partial, MethodType)):
-        hook = hook.func if isinstance(hook, functools.partial) else hook.__func__  # pyright: ignore
-    return not is_library(hook.__module__ if isinstance(hook, FunctionType) else type(hook).__module__)  # pyright: ignore
-
-
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """A module's parameters and buffers."""
     every = chain(own_parameters(module).items(), own_buffers(module).items())
     return ((name, held) for name, held in every if held is not None)
-
-
-def _marks(tensor: Tensor) -> dict[str, Any]:
-    """What was set on a parameter or a buffer."""
-    return {name: held for name, held in vars(tensor).items() if type(held) in PLAIN and not name.startswith("_")}
 
 
 __all__ = ["Held"]

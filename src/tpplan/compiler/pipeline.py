@@ -46,7 +46,7 @@ from tpplan.compiler.ir.facts import Facts
 from tpplan.compiler.ir.layout import Features
 from tpplan.compiler.ir.observations import Asked, Assumption, Sides
 from tpplan.compiler.ir.program import Program
-from tpplan.compiler.ir.pytree import tensors_in
+from tpplan.compiler.ir.pytree import tensors_in, tensors_of
 from tpplan.compiler.ir.steps import Stream
 from tpplan.compiler.ir.trace import Operation, Path, Trace
 from tpplan.compiler.ladder import UnplacedError, climb
@@ -62,6 +62,7 @@ from tpplan.compiler.search import search
 from tpplan.compiler.split_inside import split_inside
 from tpplan.compiler.trace.capture import BodyError, Capture, without_collection
 from tpplan.compiler.trace.preconditions import unfit_findings, unseen_findings
+from tpplan.compiler.trace.signatures import argument_names
 from tpplan.compiler.trace.surroundings import same_files
 from tpplan.compiler.trace.unread import are_read_for_nobody, with_unread
 from tpplan.ops.declared import check_rule, scoped_rules
@@ -139,18 +140,21 @@ def compile_call(request: Request) -> Compiled:
     operators = {held.name: held for held in request.plan.operators}
     for name, held in operators.items():
         check_rule(name, held.rule, held.span)
+    names = argument_names(type(request.model).forward)
+    passed = [*tensors_of(request.arguments, request.keywords, names)]
     with reads() as read, scoped_rules({name: held.rule for name, held in operators.items()}):
         try:
             compiled = _compiled(request)
         except CompileError as error:
-            unseen = unseen_findings(request.model, read)
+            named = functions_read((), kinds_of([*request.model.modules()]))
+            unseen = unseen_findings(request.model, read | named, passed)
             if unseen:
                 raise CompileError([*unseen, *error.diagnostics]) from error
             raise
     streams = (*compiled.streams.values(), *compiled.later.values())
     code = frozenset[CodeType]().union(*(stream.code() for stream in streams))
     read |= functions_read(code, kinds_of([*request.model.modules()]))
-    unseen = unseen_findings(request.model, read)
+    unseen = unseen_findings(request.model, read, passed)
     if unseen:
         raise CompileError(unseen)
     return replace(compiled, reads=frozenset(read))

@@ -13,6 +13,7 @@ pickled. What can't be compared without using it up, as a generator, is refused.
 
 from __future__ import annotations
 
+import builtins
 import dis
 import enum
 import functools
@@ -82,7 +83,6 @@ _OF_EACH = frozenset(
 _CACHED: Any = type(functools.lru_cache(lambda: None))  # functools has no public name for it
 _CODE = (FunctionType, BuiltinFunctionType, _CACHED)
 _LOADS = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
-_STORES = frozenset(("STORE_GLOBAL", "STORE_ATTR"))
 _ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"))
 _BY_TEXT = frozenset(("getattr", "globals", "vars", "attrgetter", "__dict__", "modules", "import_module", "__import__"))
 _ENVIRONMENT = frozenset(("environ", "getenv"))
@@ -122,8 +122,10 @@ def parts(held: Any) -> Parts | None:
         UnseenError: nobody can tell.
     """
     kind = cast("type[Any]", type(held))
-    if kind in _ATOMS or isinstance(held, (PurePath, *_TOOLS)) or _is_compilers(kind, held):
+    if kind in _ATOMS or isinstance(held, PurePath) or _is_compilers(kind, held):
         return None
+    if isinstance(held, _TOOLS):  # of a user's class what that, or the user, has set on it
+        return None if is_library(kind.__module__) else [*vars(held).items()]
     if isinstance(held, Tensor):
         return [*vars(held).items()]
     if isinstance(held, ModuleType):
@@ -241,13 +243,12 @@ def globals_of(function: FunctionType) -> list[tuple[str, Any]]:
 
 
 def spaces_of(function: FunctionType) -> list[tuple[str, str, dict[str, Any]]]:
-    """The same by the names in its code: of a global, and of what it reads of that if it's a module of Python.
-
-    What it writes to itself, such as tables that it fills, is for proofs to follow.
-    """
+    """The same by the names in its code: of a global, and of what it reads of that if it's a module of Python."""
     own, names = function.__globals__, names_in(function.__code__)
     found: list[tuple[str, str, dict[str, Any]]] = [(name, "", own) for name in names.globals & own.keys()]
     spaces = [*_imported(names, own), *((name, own[name]) for name, _, _ in found)]
+    others: dict[str, Any] = builtins.__dict__
+    found += [(name, "", others) for name in names.globals & others.keys() - own.keys()]
     waiting = {name: held for name, held in spaces if isinstance(held, ModuleType) and not is_library(held.__name__)}
     seen: dict[str, ModuleType] = {}
     while waiting:
@@ -259,7 +260,7 @@ def spaces_of(function: FunctionType) -> list[tuple[str, str, dict[str, Any]]]:
             found.append((name, leaf, inner))
             if isinstance(inner[leaf], ModuleType) and not is_library(inner[leaf].__name__):
                 waiting[f"{name}.{leaf}"] = inner[leaf]
-    found = [(name, leaf, space) for name, leaf, space in found if is_premise(space[leaf or name], leaf or name, names)]
+    found = [(name, leaf, space) for name, leaf, space in found if is_premise(space[leaf or name])]
     return sorted(found, key=lambda place: place[:2])
 
 
@@ -279,9 +280,9 @@ def environment_of(code: CodeType) -> frozenset[str]:
     return frozenset() if _ENVIRONMENT.isdisjoint(names.globals | names.attributes) else names.texts
 
 
-def is_premise(held: object, name: str, names: Names) -> bool:
-    """Whether a global may change, as no library's does, and isn't written to by the function that reads it."""
-    if isinstance(held, (ModuleType, BuiltinFunctionType)) or name in names.put:
+def is_premise(held: object) -> bool:
+    """Whether a global may change, as no library's does."""
+    if isinstance(held, (ModuleType, BuiltinFunctionType)):
         return False
     if isinstance(held, (type, FunctionType)):
         return not is_library(held.__module__)
@@ -294,14 +295,12 @@ class Names(NamedTuple):
     Attributes:
         globals: those that it reads as globals.
         attributes: those that it reads as attributes.
-        put: those that it sets, in its module or in an object.
         imports: the modules of Python that it imports, each with the level of a relative import.
         texts: short texts in it.
     """
 
     globals: frozenset[str]
     attributes: frozenset[str]
-    put: frozenset[str]
     imports: frozenset[tuple[int, str]]
     texts: frozenset[str]
 
@@ -324,7 +323,7 @@ def names_in(code: CodeType) -> Names:
     ).union(*(names.imports for names in inner))
     if not _BY_TEXT.isdisjoint(loaded | attributes):
         loaded, attributes, imports = loaded | texts, attributes | texts, imports | {(0, text) for text in texts}
-    return Names(loaded, attributes, of(_STORES, "put"), imports, texts)
+    return Names(loaded, attributes, imports, texts)
 
 
 def class_parts(kind: type[Any]) -> Parts | None:
@@ -362,9 +361,21 @@ def _of_class(item: Any) -> Any:
     return (type(item), *made)
 
 
+def unbound(held: Any) -> Any:
+    """What a method calls; all else as it is: it isn't asked, as a user's `__getattr__` may answer anything."""
+    return held.__func__ if isinstance(held, (MethodType, classmethod, staticmethod)) else held  # pyright: ignore
+
+
+def is_users(hook: Any) -> bool:
+    """Whether what is called, such as a hook, is no library's."""
+    while isinstance(hook, (functools.partial, MethodType)):
+        hook = hook.func if isinstance(hook, functools.partial) else hook.__func__  # pyright: ignore
+    return not is_library(hook.__module__ if isinstance(hook, FunctionType) else type(hook).__module__)  # pyright: ignore
+
+
 def functions_in(item: Any) -> list[FunctionType]:
     """The functions of an entry in a class or a file: a method, a property, or what keeps the results of one."""
-    found = [item.fget, item.fset] if isinstance(item, property) else [getattr(item, "__func__", item)]
+    found = [item.fget, item.fset] if isinstance(item, property) else [unbound(item)]
     found = [cast("Any", item).__wrapped__ if isinstance(item, _CACHED) else item for item in found]
     return [function for function in found if isinstance(function, FunctionType)]
 

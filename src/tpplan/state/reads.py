@@ -11,22 +11,24 @@ What is never read is no premise: `generate` may note what it likes on a model.
 
 from __future__ import annotations
 
+import builtins
 import sys
 import threading
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Set
 from contextlib import contextmanager
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tpplan.state.ambient import without_noting
 from tpplan.state.content import ContentValue, Identity, Reader
-from tpplan.state.parts import PLAIN, Names, UnseenError, functions_in, is_library, is_premise, names_in
+from tpplan.state.parts import PLAIN, UnseenError, functions_in, is_library, is_premise, names_in
 
 ANYTHING = "__dict__"
+_OF_DTENSORS = frozenset(("_local_tensor", "_spec"))
 _TORCH: tuple[ModuleType | type, ...] = (torch, torch.nn.functional, torch.Tensor)
 _lock = threading.Lock()
 _blocks = Counter[type]()
@@ -155,7 +157,8 @@ def _is_torchs(name: str | None) -> bool:
 def functions_read(code: Iterable[CodeType], kinds: Iterable[type[Any]]) -> frozenset[str]:
     """What code reads of torch, and of its own file: functions and numbers; of a user's file, all that may change.
 
-    Each by the name of a module of Python, or of `Tensor`, and its own: a user may replace what stands there.
+    Each by the name of a module of Python, or of `Tensor`, and its own: a user may replace what stands there. And what
+    it reads of any object, as `.name`: see `marks_on`.
 
     Args:
         code, kinds: see `reached`.
@@ -166,17 +169,50 @@ def functions_read(code: Iterable[CodeType], kinds: Iterable[type[Any]]) -> froz
         for space in _TORCH:
             functions = (leaf for leaf in names.attributes if is_function(getattr(space, leaf, None)))
             found.update(f"{shown(space)}:{leaf}" for leaf in functions)
+        found.update(f".{leaf}" for leaf in names.attributes if leaf.isidentifier())
         for name in spaces:
             module = sys.modules[name]
-            own = ((leaf, vars(module)[leaf]) for leaf in (names.globals - names.put) & vars(module).keys())
-            found.update(f"{name}:{leaf}" for leaf, held in own if _is_premise(held, leaf, names, is_library(name)))
+            own = ((leaf, vars(module)[leaf]) for leaf in names.globals & vars(module).keys())
+            found.update(f"{name}:{leaf}" for leaf, held in own if _is_premise(held, is_library(name)))
+            others = names.globals & vars(builtins).keys() - vars(module).keys()
+            found.update(f"builtins:{leaf}" for leaf in others if is_premise(vars(builtins)[leaf]))
     return frozenset(found)
 
 
-def _is_premise(held: object, name: str, names: Names, of_library: bool) -> bool:
+def read_of_classes(kinds: Iterable[type[Any]], reads: Set[str]) -> list[tuple[type[Any], str]]:
+    """What bodies read of their modules' classes: by what names, and what functions there load.
+
+    Args:
+        kinds: the classes.
+        reads: the names by which bodies ask their modules for something.
+    """
+    held = [(kind, *item) for kind in kinds for item in vars(kind).items()]
+    found: dict[tuple[type[Any], str], None] = {}
+    loaded = frozenset(reads)
+    while new := [each for each in held if each[:2] not in found and (each[1] in loaded or ANYTHING in reads)]:
+        found |= dict.fromkeys((kind, name) for kind, name, _ in new)
+        called = [function for _, _, item in new for function in functions_in(item)]
+        loaded = loaded.union(*(names_in(function.__code__).attributes for function in called))
+    return [*found]
+
+
+def _is_premise(held: object, of_library: bool) -> bool:
     if isinstance(held, ModuleType):
         return not (of_library or is_library(held.__name__))
-    return is_function(held) or (type(held) in PLAIN if of_library else is_premise(held, name, names))
+    return is_function(held) or (type(held) in PLAIN if of_library else is_premise(held))
+
+
+def marks_on(tensor: Tensor, reads: Set[str]) -> dict[str, Any]:
+    """What was set on a tensor, and code that may run reads of anything.
+
+    Raises:
+        UnseenError: an object, which a rank's tensor or a copy without numbers doesn't have.
+    """
+    found = {name: held for name, held in vars(tensor).items() if f".{name}" in reads and name not in _OF_DTENSORS}
+    for name, held in found.items():
+        if type(held) not in PLAIN:
+            raise UnseenError(f"a tensor on which an object, `{name}`, was set, that no copy of the tensor has")
+    return found
 
 
 def is_function(held: object) -> bool:
@@ -202,17 +238,20 @@ def space_of(name: str) -> ModuleType | type:
     return next((space for space in _TORCH if shown(space) == module), None) or sys.modules[module]
 
 
-def function_content(space: ModuleType | type, held: Any) -> object:
-    """The content of what stands in the place of a function: the user's by what it is, a library's by which one.
+def global_content(space: ModuleType | type, held: Any, reader: Reader) -> object:
+    """The content of a global: of a library's functions and modules which one it is, of all else what it is.
 
     Raises:
-        UnseenError: a method of `Tensor` was replaced, which torch calls once more under a function mode.
+        UnseenError: it can be neither compared nor counted, or is a method of `Tensor` that was replaced, which torch
+            calls once more under a function mode.
     """
     held = without_noting(held)
     is_users = isinstance(held, (FunctionType, MethodType)) and not is_library(held.__module__)
     if is_users and space is torch.Tensor:
         raise UnseenError("a function in place of torch's, which torch's function modes call twice")
-    return Reader({})(held) if is_users else ContentValue(type(held), Identity(held))
+    if not is_users and (is_function(held) or isinstance(held, ModuleType)):
+        return ContentValue(type(held), Identity(held))
+    return reader(held)
 
 
 def _caller() -> str | None:
@@ -223,10 +262,13 @@ def _caller() -> str | None:
 __all__ = [
     "ANYTHING",
     "functions_read",
+    "global_content",
     "is_function",
     "kinds_of",
+    "marks_on",
     "note_reads",
     "reached",
+    "read_of_classes",
     "reads",
     "shown",
     "space_of",

@@ -77,11 +77,14 @@ def fresh_object(held: Any) -> Any:
         return held
 
 
+class Uncopied:
+    """Stands for an object that was set on a tensor, which a copy of that doesn't have; see `marks_on`."""
+
+
 def note_alike(made: Tensor, tensor: Tensor) -> Tensor:
     """`made`, with the plain values that are attributes of `tensor`."""
     for name, held in tensor.__dict__.items():
-        if type(held) in PLAIN:
-            setattr(made, name, held)
+        setattr(made, name, held if type(held) in PLAIN else Uncopied)
     return made
 
 

@@ -9,7 +9,7 @@ out: TP108 if it is parallel already; TP110 if it can't be captured; TP112 if a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from tpplan.compat.hooks import has_gradient_hooks
-from tpplan.compat.modules import named_modules, own_buffers
+from tpplan.compat.hooks import has_gradient_hooks, hooks_of
+from tpplan.compat.modules import named_modules, own_buffers, own_parameters
 from tpplan.compat.subclasses import computes_otherwise
 from tpplan.compiler.ir.assembly import Assembly
 from tpplan.compiler.ir.kept_tensors import WrapperError
+from tpplan.compiler.ir.trace import Path
+from tpplan.compiler.trace.slots import hook_name
 from tpplan.plan import Diagnostic
 from tpplan.plan.wording import with_article
 from tpplan.state.content import Reader
-from tpplan.state.parts import UnseenError
-from tpplan.state.reads import function_content, space_of
+from tpplan.state.parts import UnseenError, is_users, own_bases
+from tpplan.state.reads import global_content, marks_on, read_of_classes, shown, space_of
 
 MARK = "_tpplan"
 WANTS_GRADIENT = "requires grad, and isn't a parameter, so that no sum over the ranks is placed for its gradient"
@@ -34,29 +36,47 @@ NO_PARAMETER = "make it an `nn.Parameter`"
 _STOCK = frozenset(vars(nn.Module()))
 
 
-def unseen_findings(model: nn.Module, reads: Set[str]) -> list[Diagnostic]:
-    """Findings about what bodies read, and nobody can compare or copy as it is."""
+def unseen_findings(model: nn.Module, reads: Set[str], passed: Iterable[tuple[Path, Tensor]]) -> list[Diagnostic]:
+    """Findings about what bodies read, and nobody can compare or copy as it is.
+
+    Args:
+        model: that is compiled.
+        reads: by what names bodies ask for something.
+        passed: the tensors of the call, by path.
+    """
     findings: list[Diagnostic] = []
 
-    def look(subject: str, shown: str, read: Callable[[], object]) -> None:
+    def look(subject: str, place: str, read: Callable[[], object]) -> None:
         try:
             read()
         except UnseenError as error:
             finding = Diagnostic(
                 code="TP129",
-                message=f"what the model computes can't be told from what it reads: `{shown}` is or holds {error}",
-                help="keep what steers a forward in numbers, texts, containers or plain objects",
+                message=f"what the model computes can't be told from what it reads: `{place}` is or holds {error}",
+                help="keep what steers a forward in attributes of modules: numbers, texts, containers or plain objects",
                 subject=subject,
             )
             findings.append(finding)
 
-    reader = Reader({module: name for name, module in named_modules(model)})
-    for name, module in named_modules(model):
+    for path, tensor in passed:
+        look("", ".".join(map(str, path)), functools.partial(marks_on, tensor, reads))
+    modules = list(named_modules(model))
+    reader = Reader({module: name for name, module in modules})
+    for name, module in modules:
         for leaf in vars(module).keys() & reads - _STOCK:
             look(name, f"{name}.{leaf}".lstrip("."), functools.partial(reader, vars(module)[leaf]))
+        for leaf, tensor in (*own_parameters(module).items(), *own_buffers(module).items(), *vars(module).items()):
+            if isinstance(tensor, Tensor):
+                look(name, f"{name}.{leaf}".lstrip("."), functools.partial(marks_on, tensor, reads))
+        for number, hook in enumerate(hooks_of(module) if name else ()):
+            if is_users(hook):
+                look(name, hook_name(name, number), functools.partial(reader, hook))
+    kinds = dict.fromkeys(kind for _, module in modules for kind in own_bases(type(module)))
+    for kind, leaf in read_of_classes(kinds, reads):
+        look("", f"{shown(kind)}.{leaf}", functools.partial(reader, vars(kind)[leaf]))
     for name in sorted(read for read in reads if ":" in read):
         space, leaf = space_of(name), name.partition(":")[2]
-        look("", name.replace(":", "."), functools.partial(function_content, space, vars(space).get(leaf)))
+        look("", name.replace(":", "."), functools.partial(global_content, space, vars(space).get(leaf), reader))
     return findings
 
 

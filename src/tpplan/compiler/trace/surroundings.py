@@ -34,7 +34,7 @@ from tpplan.compat.generators import random_state, set_random_state
 from tpplan.compat.hooks import global_hooks, hooks_of
 from tpplan.compat.modules import named_modules
 from tpplan.compiler.ir.hidden import hidden_tensors, holds_only
-from tpplan.state.parts import LIBRARIES, functions_in, names_in, slots_of
+from tpplan.state.parts import LIBRARIES, functions_in, names_in, slots_of, unbound
 
 Cache = Any  # functools has no public name for what `lru_cache` makes
 _CACHE: Any = type(functools.lru_cache(lambda: None))
@@ -163,7 +163,7 @@ class _Noted:
             for held in space.names().values():
                 own = [held, *vars(held).values()] if isinstance(held, type) and is_users(held.__module__) else [held]
                 for function in own:
-                    function = getattr(function, "__func__", function)
+                    function = unbound(function)
                     if isinstance(function, FunctionType):
                         yield function
 
@@ -381,7 +381,7 @@ def _plain_function(held: Any) -> Any:
     """What a partial function, or a method, calls."""
     while isinstance(held, functools.partial):
         held = held.func  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return getattr(held, "__func__", held)
+    return unbound(held)
 
 
 def _home(function: Any) -> str | None:
@@ -428,7 +428,7 @@ def _caches_in(model: nn.Module) -> Iterator[Cache]:
 
 def _caches(held: Any) -> Iterator[Cache]:
     """A cache itself, as a method, or as what a function closes over."""
-    held = getattr(held, "func" if type(held) is functools.partial else "__func__", held)  # pyright: ignore
+    held = held.func if type(held) is functools.partial else unbound(held)  # pyright: ignore
     if isinstance(held, FunctionType) and held.__closure__:
         yield from (cell for cell in _cells(held) if isinstance(cell, _CACHE) and _may_clear(cell))
     elif isinstance(held, _CACHE) and _may_clear(held):
