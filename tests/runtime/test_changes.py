@@ -122,14 +122,17 @@ class ByOwnState(Mlp):
     def __init__(self) -> None:
         super().__init__()
         self.wide = False
+        self.kept: bool | None = None
 
     @functools.cached_property
     def factor(self) -> float:
         return 2.0
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = False
         y = self.up(x) * self.factor
-        y = y.softmax(-1) if self.wide or self.described else y
+        y = y.softmax(-1) if self.wide or self.described or self.kept else y
         return self.down(y.cumsum(-1) if getattr(self, "late", False) else y)
 
 
@@ -139,6 +142,7 @@ PAST: dict[str, Callable[[Any], Any]] = {
     "object": lambda model: object.__setattr__(model, "wide", True),
     "descriptor": lambda model: setattr(model, "described", True),
     "cached": lambda model: vars(model).update(factor=3.0),
+    "what forwards write": lambda model: vars(model).update(kept=True),
 }
 
 

@@ -155,7 +155,7 @@ class Held:
         read = {place for place in known if self._is_read(place.name)}
         self._unread |= known - read
         if not self._has_same_values():  # whoever wrote past `__setattr__`, as by `__dict__`
-            read |= {*self._now, *self._places()} - self.by_forwards
+            read |= {*self._now, *self._places()}
         if read or not self._is_same():
             self._compare({*self._deep, *self._around(), *read})
 
@@ -175,6 +175,8 @@ class Held:
         self._writes.inside.clear()
         self.by_forwards |= places
         self._made |= {place for place in places if own_buffers(place.holder).get(place.name) is not None}
+        if self._values is not None:
+            self._written_values = self._values_in(self.by_forwards)
         same = self._is_same()
         if not self._has_same_values():  # as `cached_property` writes, which tells nobody
             places |= {place for place in self._places() if place not in self._now and place not in self._local}
@@ -264,8 +266,9 @@ class Held:
 
     def _has_same_values(self) -> bool:
         """Whether modules have the same numbers, texts and the like, by the same names."""
-        values = self._values
-        return values is not None and values.is_same() and [*map(len, self._own)] == self._lengths
+        if self._values is None or not (self._values.is_same() and self._written_values.is_same()):
+            return False
+        return [*map(len, self._own)] == self._lengths
 
     def _is_same(self) -> bool:
         flat = self._flat
@@ -395,8 +398,8 @@ class Held:
         functions = [held for place in self._deep for held in self._written(place)]
         self._own = [*map(vars, self._names)]
         self._lengths = [*map(len, self._own)]
-        plain = (place for place, held in standing if self._is_plain(place, held))
-        self._values: Values | None = Values((cast("dict[str, Any]", vars(holder)), name) for holder, name in plain)
+        self._values: Values | None = self._values_in(self._now.keys() - self.by_forwards)
+        self._written_values = self._values_in(self.by_forwards)  # anew after each forward that writes
         tensors = [tensor for module in self._names for _, tensor in _tensors(module)]
         self._marks = [*map(vars, tensors)]
         self._marked = [*map(len, self._marks)]
@@ -407,11 +410,11 @@ class Held:
             spaces.setdefault(place.holder, []).append(place.name)
         self._flat: Flat | None = Flat([*deep, *functions, *self._kinds, *marked], self._names, spaces)
 
-    def _is_plain(self, place: Place, held: object) -> bool:
-        """Whether it is a module's own attribute, and holds nothing else."""
-        if place.is_shared or place in self._local or place in self.by_forwards:
-            return False
-        return type(held) in PLAIN and place.name in vars(place.holder)
+    def _values_in(self, places: Iterable[Place]) -> Values:
+        """What stands in those of these places that are modules' own attributes, and hold nothing else."""
+        own = (place for place in places if not place.is_shared and place not in self._local)
+        tables = ((cast("dict[str, Any]", vars(place.holder)), place.name) for place in own)
+        return Values((table, name) for table, name in tables if name in table and type(table[name]) in PLAIN)
 
     def _written(self, place: Place) -> list[Any]:
         """The functions that a class has in a place."""
