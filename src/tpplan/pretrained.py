@@ -33,12 +33,13 @@ from tpplan.hf.build import build_stock, named_class
 from tpplan.hf.configs import CONFIG, GENERATION, StoredConfig, read_config, read_generation_config
 from tpplan.hf.hub import cached_model
 from tpplan.hf.library import UnusableError
-from tpplan.hf.quantised import as_plain
+from tpplan.hf.quantised import as_plain, keep_quantised
 from tpplan.initialize import init_weights
 from tpplan.plan import ArgumentError, Plan, Severity
 from tpplan.plan.taken import FLAG, FOLDER, PROGRESS, RANKS, TEXTS, optional, takes
 from tpplan.plan.vocabulary import AUTO
 from tpplan.plan.warned import warn_user
+from tpplan.runtime.parameters.taken_apart import taken_apart
 from tpplan.taken_models import DTYPE_OR_NAME, INPUTS, MESH
 
 _BY_HAND = "build the model under `torch.device('meta')`, then call `tpplan.parallelize` and `tpplan.load_weights`"
@@ -129,7 +130,7 @@ def from_pretrained(
         strict: whether the checkpoint must have every tensor of the model; if not, those that it hasn't are initialised
             as the stock model's are. All ranks must be seeded alike then; see `init_weights`.
         dequantize: whether a folder of quantised weights makes a plain model: each rank reads the codes and scales of
-            its parts, and makes numbers in the model's dtype of them. It changes nothing for other folders.
+            its parts, and makes numbers in the model's dtype of them. It changes nothing for plain folders.
         progress: True for a bar on the first rank's terminal, or a function; see `load_weights`.
 
     Returns:
@@ -174,7 +175,8 @@ def from_pretrained(
     AgreeingRanks(nn.Module(), here).settle(os.fspath(folder), None if ready is None else ready.digests, (), error)
     assert ready is not None
     model = parallelize(ready.model, ready.plan, here, inputs)
-    loaded = load(model, ready.opened, strict=strict, progress=progress)
+    with taken_apart(model):
+        loaded = load(model, ready.opened, strict=strict, progress=progress)
     for held in loaded.warnings:
         warn_user(held.text)
     return init_weights(model, missing=True) if loaded.missing else model
@@ -211,14 +213,18 @@ def _made_ready(asked: _Asked) -> _Ready:
     dtype = _dtype(asked.dtype, stored.config, checkpoint)
     model: Any = build_stock(kind, stored.config, dtype)
     model.config.name_or_path = os.fspath(asked.folder)
-    opened = open_checkpoint(model, asked.folder, asked.rename, checkpoint, meter)
-    wrong = [held for held in match(model, opened.tensors, asked.strict).findings if held.severity is Severity.ERROR]
+    kept = keep_quantised(model, checkpoint)
+    with taken_apart(model):
+        opened = open_checkpoint(model, asked.folder, asked.rename, checkpoint, meter)
+        matched = match(model, opened.tensors, asked.strict)
+    wrong = [held for held in matched.findings if held.severity is Severity.ERROR]
     if wrong:
         raise CheckpointError(wrong)
     if callable(getattr(model, "can_generate", None)) and model.can_generate():
         model.generation_config = read_generation_config(asked.folder)
     model.eval()
     digests = {"configs": _digest(asked.folder), "dtypes": str(dtype), "checkpoints": opened.checkpoint.digest}
+    digests["classes of weights"] = kept
     known, _ = known_plan(asked.plan, model, axis_name(asked.mesh))
     return _Ready(model, _found_plan(model, asked) if known is None else known, opened, digests)
 

@@ -44,7 +44,9 @@ IDS = torch.arange(24).view(2, 12)
 
 def _odd(way: str) -> tuple[int, ...]:
     """A shape that isn't whole blocks, of dims that the format can have."""
-    return {"fp8 with fp4": (5, 96), "mxfp4": (3, 64, 10), "int8 by row": (13, 41)}.get(way, (300, 160))
+    return {"fp8": (2, 300, 160), "fp8 with fp4": (5, 96), "mxfp4": (3, 64, 10), "int8 by row": (13, 41)}.get(
+        way, (300, 160)
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -196,6 +198,11 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         lambda f: change(f, quantization_config=None, text_config={"quantization_config": {"quant_method": "awq"}}),
         r"quantised \(awq\), which tpplan doesn't read(.|\n)*help: load the folder that it was quantised from",
     ),
+    "torchao": (
+        "fp8",
+        lambda f: change(f, quantization_config={"quant_method": "torchao", "quant_type": {}}),
+        "quantised by torchao, don't say of which classes",
+    ),
     "bitsandbytes": (
         "fp8",
         lambda f: change(f, quantization_config={"quant_method": "bitsandbytes"}),
@@ -217,6 +224,6 @@ def test_a_fault_is_told(tmp_path: Path, fault: str) -> None:
     way, make, expected = FAULTS[fault]
     folder = write("llama", way, tmp_path)
     make(tmp_path)
-    ours, theirs = world(2).run(_tries, folder, fault != "not asked")
+    ours, theirs = world(2).run(_tries, folder, fault not in ("not asked", "torchao"))
     assert ours == theirs and ours.count("TP121") == 1 and "help: " in ours
     assert re.search(expected, ours), ours

@@ -51,12 +51,16 @@ class Ingredient:
             start, sizes: the box of the weight.
         """
         made = self.decode(held)
-        for dim, (begin, count, step) in enumerate(zip(start, sizes, self.steps, strict=True)):
+        for dim in reversed(range(made.dim())):  # from the last one on: single entries are the least then
             if made.shape[dim] == 1:
                 continue
-            shared = step * held.shape[dim] // made.shape[dim]
-            index = torch.arange(begin, begin + count, device="cpu") // shared - begin // step * step // shared
-            made = made.narrow(dim, int(index[0]), count) if shared == 1 else made.index_select(dim, index)
+            offset, count = start[dim] % self.steps[dim], sizes[dim]
+            shared = self.steps[dim] * held.shape[dim] // made.shape[dim]
+            if shared > 1 and dim < made.dim() - 1:
+                made = made.index_select(dim, torch.arange(offset, offset + count, device="cpu") // shared)
+                continue
+            wide = made if shared == 1 else made.repeat_interleave(shared, dim)
+            made = wide.narrow(dim, offset, count)
         return made
 
 

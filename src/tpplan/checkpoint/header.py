@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -81,11 +82,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file holds: its tensors in the order of their bytes, the header's own length, and the file's."""
+    """What a file holds: its tensors in the order of their bytes, the header's own length, the file's, what it says."""
 
     tensors: tuple[Stored, ...]
     length: int
     size: int
+    metadata: Mapping[str, Any]
 
 
 class _Lies(Exception):
@@ -104,7 +106,9 @@ def read_header(path: Path, meter: Meter) -> Header:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             text = _text_of(file, size, path, meter)
-        return Header(_tensors(path, read_object(text), len(text) + 8, size), len(text) + 8, size)
+        table = read_object(text)
+        metadata: Any = table.get("__metadata__")
+        return Header(_tensors(path, table, len(text) + 8, size), len(text) + 8, size, metadata or {})
     except (OSError, ValueError) as error:
         if isinstance(error, NotStrict):
             raise _no_safetensors(path, f"of its header, {error}") from None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,6 +36,7 @@ class Checkpoint:
         files: the lengths of its files, by name.
         digest: of the headers and of a few bytes of each file; equal for equal checkpoints, wherever they lie.
         warnings: what is odd about it.
+        metadata: what its safetensors files say besides.
     """
 
     path: Path
@@ -43,6 +44,7 @@ class Checkpoint:
     files: Mapping[str, int]
     digest: str
     warnings: tuple[Diagnostic, ...]
+    metadata: Mapping[str, Any]
 
 
 def read_checkpoint(source: str | os.PathLike[str], meter: Meter | None = None) -> Checkpoint:
@@ -58,16 +60,18 @@ def read_checkpoint(source: str | os.PathLike[str], meter: Meter | None = None) 
     meter = meter or Meter()
     path = find_checkpoint(source)
     if path.name == METADATA:
-        return Checkpoint(path, *read_distributed(path, meter), ())
+        return Checkpoint(path, *read_distributed(path, meter), (), {})
     if path.suffix != ".json":
         header = read_header(path, meter)
         tensors = {tensor.name: tensor for tensor in header.tensors}
-        return Checkpoint(path, tensors, {path.name: header.size}, _digest({path.name: header}, path, meter), ())
+        digest = _digest({path.name: header}, path, meter)
+        return Checkpoint(path, tensors, {path.name: header.size}, digest, (), header.metadata)
     table = read_index(path, meter)
     headers = _headers(path, sorted(set(table.values())), meter)
     tensors, odd = _by_index(path, table, headers)
     sizes = {name: header.size for name, header in headers.items()}
-    return Checkpoint(path, tensors, sizes, _digest(headers, path, meter), odd)
+    metadata = {key: said for header in headers.values() for key, said in header.metadata.items()}
+    return Checkpoint(path, tensors, sizes, _digest(headers, path, meter), odd, metadata)
 
 
 def _headers(index: Path, names: list[str], meter: Meter) -> dict[str, Header]:

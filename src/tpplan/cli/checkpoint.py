@@ -120,8 +120,9 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     program: Program | None = None
     shares: Mapping[str, Sequence[int]] = {}
     if plan is not None and given is not None:
+        plain = _as_asked(checkpoint, given[0], arguments)
         program = compile_for(arguments, plan, *given)
-        shares = _shares(program, _plain(checkpoint, arguments), given[0])
+        shares = _shares(program, plain, given[0])
     from tpplan.cli.checkpoint_tables import as_json, as_text
     from tpplan.report.quantities import encodable
 
@@ -156,17 +157,24 @@ def _misfits(arguments: argparse.Namespace, plan: Plan | str) -> list[Diagnostic
     findings += () if checkpoint is None else checkpoint.warnings
     loaded, wrong = _tried(lambda: model_and_inputs(arguments))
     findings += wrong
-    if loaded is not None:
-        findings += findings_for(arguments, [plan], *loaded)
-        findings += [] if checkpoint is None else _compared(loaded[0], checkpoint, arguments)
-    return findings
+    if loaded is None:
+        return findings
+    plain: Checkpoint | None = None
+    if checkpoint is not None:
+        plain, wrong = _tried(lambda: _as_asked(checkpoint, loaded[0], arguments))
+        findings += wrong
+    findings += findings_for(arguments, [plan], *loaded)
+    return findings + ([] if plain is None else _compared(loaded[0], plain))
 
 
-def _plain(checkpoint: Checkpoint, arguments: argparse.Namespace) -> Checkpoint:
+def _as_asked(checkpoint: Checkpoint, model: nn.Module, arguments: argparse.Namespace) -> Checkpoint:
+    """The checkpoint as `tpplan.from_pretrained` reads it; the model gets the weights that stay quantised."""
     from tpplan.checkpoint.meter import Meter
-    from tpplan.hf.quantised import as_plain
+    from tpplan.hf.quantised import as_plain, keep_quantised
 
-    return as_plain(checkpoint, arguments.dequantize, Meter())
+    plain = as_plain(checkpoint, arguments.dequantize, Meter())
+    keep_quantised(model, plain)
+    return plain
 
 
 def _tried(make: Callable[[], _T]) -> tuple[_T | None, list[Diagnostic]]:
@@ -179,23 +187,24 @@ def _tried(make: Callable[[], _T]) -> tuple[_T | None, list[Diagnostic]]:
         return None, list(error.diagnostics)
 
 
-def _compared(model: nn.Module, checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[Diagnostic]:
+def _compared(model: nn.Module, checkpoint: Checkpoint) -> list[Diagnostic]:
     import torch
 
     from tpplan.checkpoint.buffers import make_buffers
     from tpplan.checkpoint.converted import by_model_names
     from tpplan.checkpoint.wanted import match
+    from tpplan.runtime.parameters.taken_apart import taken_apart
 
-    plain, wrong = _tried(lambda: _plain(checkpoint, arguments))
-    if plain is None:
-        return wrong
-    tensors, wrong = by_model_names(model, plain.tensors)
-    _, without = make_buffers(model, torch.device("cpu"), strict=False)
-    return [*(wrong or match(model, tensors, strict=True).findings), *without]
+    with taken_apart(model):
+        tensors, wrong = by_model_names(model, checkpoint.tensors)
+        _, without = make_buffers(model, torch.device("cpu"), strict=False)
+        return [*(wrong or match(model, tensors, strict=True).findings), *without]
 
 
 def _shares(program: Program, checkpoint: Checkpoint, model: nn.Module) -> Mapping[str, Sequence[int]]:
     from tpplan.checkpoint.converted import by_model_names
     from tpplan.checkpoint.share import bytes_by_rank
+    from tpplan.runtime.parameters.taken_apart import taken_apart
 
-    return bytes_by_rank(program, by_model_names(model, checkpoint.tensors)[0], dict(model.named_buffers()))
+    with taken_apart(model):
+        return bytes_by_rank(program, by_model_names(model, checkpoint.tensors)[0], dict(model.named_buffers()))

@@ -8,21 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from torch import nn
+
 from tpplan.checkpoint.files import problem
 from tpplan.checkpoint.formats import FORMATS, dequantised
 from tpplan.checkpoint.meter import Meter
 from tpplan.checkpoint.stored import Checkpoint
 from tpplan.hf.configs import CONFIG
+from tpplan.hf.torchao import put_weights
 
 _BY_TRANSFORMERS = (
     "load it into the stock model by transformers, call that model's `dequantize()`, and write it by "
     "`tpplan.save_weights(model, folder)`"
 )
-_WAYS_OUT = {
-    "bitsandbytes": _BY_TRANSFORMERS,
-    "higgs": _BY_TRANSFORMERS,
-    "torchao": "load it into the stock model by transformers, and call `tpplan.parallelize` on that model",
-}
+_WAYS_OUT: Mapping[str, str] = {"bitsandbytes": _BY_TRANSFORMERS, "higgs": _BY_TRANSFORMERS}
+_KEPT = "torchao"
+"""What quantises weights into tensors of classes of their own, which compute by themselves."""
 _OTHERS = "load the folder that it was quantised from, or dequantise it once by the library that has written it"
 
 
@@ -39,11 +40,13 @@ def as_plain(checkpoint: Checkpoint, dequantize: bool, meter: Meter) -> Checkpoi
     """
     folder = checkpoint.path.parent
     said = _quantisation(folder / CONFIG)
-    if not said:
-        return checkpoint
     method = str(said.get("quant_method", "unknown"))
+    if not said or (method == _KEPT and not dequantize):
+        return checkpoint
     what = f"the checkpoint in `{folder}` is quantised ({method})"
     known = FORMATS.get(method)
+    if method == _KEPT:
+        raise problem(f"{what}, whose weights tpplan keeps as they are", "leave out `dequantize=True`")
     if known is None:
         raise problem(f"{what}, which tpplan doesn't read", _WAYS_OUT.get(method, _OTHERS))
     refusal = known.refusal(said)
@@ -55,6 +58,19 @@ def as_plain(checkpoint: Checkpoint, dequantize: bool, meter: Meter) -> Checkpoi
             "dequantise it while it is loaded: `dequantize=True`; each rank reads the codes and scales of its part",
         )
     return replace(checkpoint, tensors=dequantised(checkpoint.tensors, said, meter))
+
+
+def keep_quantised(model: nn.Module, checkpoint: Checkpoint) -> str:
+    """Give a stock model on `meta` the quantised weights of a folder that `as_plain` leaves as it is, if it has some.
+
+    Returns:
+        What the files say of them, by which ranks agree.
+
+    Raises:
+        CheckpointError: TP121, if they aren't the model's.
+    """
+    said = _quantisation(checkpoint.path.parent / CONFIG)
+    return put_weights(model, checkpoint, said) if said.get("quant_method") == _KEPT else ""
 
 
 def _quantisation(file: Path) -> Mapping[str, Any]:
@@ -71,4 +87,4 @@ def _quantisation(file: Path) -> Mapping[str, Any]:
     return {}
 
 
-__all__ = ["as_plain"]
+__all__ = ["as_plain", "keep_quantised"]
