@@ -11,7 +11,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from tpplan.compiler.ir.hidden import is_of_plain
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout
@@ -49,7 +49,7 @@ def before_any_call(model: nn.Module) -> Generator[bool]:
     around = Surroundings(model)
     tables = ((name, table) for name, table in around.tables() if not is_of_plain(table))
     found = [(name, table) for name, table in tables if any(map(_is_of_tensors, table.values()))]
-    names = [slot for slot in slots_of(model, around).values() if _is_a_name(slot)]
+    names = [slot for _, slot in slots_of(model, around).tensors() if _is_a_name(slot)]
     put, entered = around.written() if found or names else (set[str](), set[str]())
     filled = [(table, dict(table)) for name, table in found if name in entered]
     names = [slot for slot in names if slot.key in put]
@@ -78,7 +78,7 @@ def _is_a_name(slot: Slot) -> bool:
     """Whether a tensor is what an attribute or a global stands for."""
     dict_of_names = isinstance(slot.holder, Space) or slot.setter is object.__setattr__
     own = slot.setter is operator.setitem and isinstance(slot.holder, dict) and "_parameters" in slot.holder
-    return isinstance(slot.value, Tensor) and slot.value.dim() > 0 and (dict_of_names or own)
+    return slot.value.dim() > 0 and (dict_of_names or own)
 
 
 def refuse_difference(program: Program, other: Program) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compiler.ir.pytree import children
+from tpplan.state.parts import slots_of
 
 _PLAIN = frozenset((int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
 _SETS = frozenset((set, frozenset))
@@ -87,11 +88,7 @@ def _closed_over(held: FunctionType) -> Iterator[tuple[str, Any]]:
 
 def _attributes(held: object) -> Iterator[tuple[str, Any]]:
     yield from getattr(held, "__dict__", {}).items()
-    for kind in type(held).__mro__:
-        slots: Any = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(held, name):
-                yield name, getattr(held, name)
+    yield from ((name, getattr(held, name)) for name in slots_of(type(held)) if hasattr(held, name))
 
 
 def hidden_tensors(held: object, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -14,19 +14,19 @@ is done with it steers the model.
 from __future__ import annotations
 
 import functools
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import ChainMap, deque
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from tpplan.compat.dtensors import local_of
-from tpplan.compiler.trace.slots import FEW, LENGTH, Slot, slots_of
+from tpplan.compiler.trace.slots import FEW, LENGTH, Slots, slots_of
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.compiler.trace.watched_state import WatchedDeque, WatchedList, WatchedNumber
 
-State = dict[str, Any]
+State = ChainMap[str, Any]
 
 
 class LeftStateError(Exception):
@@ -38,9 +38,9 @@ class LeftStateError(Exception):
         self.name = name
 
 
-def described(slots: Mapping[str, Slot]) -> State:
+def described(slots: Slots) -> State:
     """What can be told of the state: numbers and texts, and the geometry of tensors."""
-    return {name: _described(slot.value) for name, slot in slots.items()}
+    return _state(slots, _described)
 
 
 def _described(held: Any) -> tuple[object, object]:
@@ -61,23 +61,32 @@ def is_same(one: object, other: object) -> bool:
 def changes(before: State, after: State) -> Iterator[str]:
     """The names of what differs."""
     absent = object()
-    for name, held in after.items():
-        was = before.get(name, absent)
-        if was is not held and not is_same(was, held):
+    shared = len(before.maps) == len(after.maps) == 2 and before.maps[1] is after.maps[1]
+    was, held = (state.maps[0] if shared else dict(state) for state in (before, after))
+    for name, item in held.items():
+        known = was.get(name, absent)
+        if known is not item and not is_same(known, item):
             yield name
-    yield from (name for name in before if name not in after)
+    yield from (name for name in was if name not in held)
 
 
-def told(slots: Mapping[str, Slot]) -> State:
+def told(slots: Slots) -> State:
     """The numbers and texts in each place; of what can't be told so, None. What is cached is nobody's result."""
-    return {
-        name: _told(slot.value) if isinstance(slot.value, (Tensor, WatchedNumber)) else slot.value
-        for name, slot in slots.items()
-        if not slot.cached
-    }
+    return _state(slots, _told, cached=False)
+
+
+def _state(slots: Slots, tell: Callable[[Any], object], cached: bool = True) -> State:
+    """What is told of each place; of those around models that hold the same still, it is what was told before."""
+    own, around = slots.own, slots.around
+    if tell not in around.told:
+        around.told[tell] = {name: tell(slot.value) for name, slot in around.items() if name not in around.moving}
+    moved = (around.moving, own if cached else {name: slot for name, slot in own.items() if not slot.cached})
+    return ChainMap({name: tell(slot.value) for held in moved for name, slot in held.items()}, around.told[tell])
 
 
 def _told(held: Any) -> object:
+    if not isinstance(held, (Tensor, WatchedNumber)):
+        return held
     kind, content = _described(held)
     return content if isinstance(kind, str) else None
 

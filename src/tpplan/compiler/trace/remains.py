@@ -25,7 +25,7 @@ from tpplan.compiler.trace.left_state import changes, told
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.signatures import argument_names, takes_keywords
 from tpplan.compiler.trace.skeleton import Skeleton
-from tpplan.compiler.trace.slots import Slot, slots_of
+from tpplan.compiler.trace.slots import Slots, slots_of
 from tpplan.compiler.trace.surroundings import Surroundings, cached_tensors
 from tpplan.compiler.trace.tensor_classes import Wrapped
 
@@ -46,12 +46,12 @@ class Remains:
         self.buffers = {recorder.value_of(tensor): names for tensor, names in skeleton.buffers}
         self._inputs: dict[Path, int] = {}
 
-    def _slots(self) -> dict[str, Slot]:
-        return slots_of(self._model, self._around) if self._looks else {}
+    def _slots(self) -> Slots:
+        return slots_of(self._model, self._around) if self._looks else Slots({})
 
-    def _held(self, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor]]:
+    def _held(self, slots: Slots) -> Iterator[tuple[str, Tensor]]:
         """The tensors that modules, their hooks and their surroundings hold."""
-        yield from ((name, slot.value) for name, slot in slots.items() if isinstance(slot.value, Tensor))
+        yield from ((name, slot.value) for name, slot in slots.tensors())
         yield from held_tensors(self._model)
 
     def take(self, call: Call) -> dict[Path, int]:

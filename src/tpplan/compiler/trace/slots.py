@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections import deque
-from collections.abc import Callable
-from types import CellType, FunctionType
+from collections import ChainMap, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from operator import is_
+from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
@@ -25,13 +26,14 @@ from torch import Tensor, nn
 from tpplan.compat.hooks import hooks_of
 from tpplan.compat.modules import named_modules, own_buffers
 from tpplan.compiler.ir.hidden import is_plain, members, shown_items
-from tpplan.compiler.ir.pytree import shows_its_state
-from tpplan.compiler.trace.surroundings import CONTAINERS, Space, Surroundings, holds_the_same
+from tpplan.compiler.trace.surroundings import CONTAINERS, Contents, Space, Surroundings, holds_the_same
 from tpplan.compiler.trace.watched_state import WatchedDeque, WatchedList, WatchedNumber
+from tpplan.state.parts import slots_of as slot_names
 
 FEW = 1000  # items of a container that are told apart
 LENGTH = " (its length)"
 _LAST = 8  # of a longer list
+_UNSET = object()
 _STOCK = frozenset(vars(nn.Module())) | {"forward"}
 Setter = Callable[[Any, Any, Any], object]
 
@@ -62,7 +64,36 @@ class Slot(NamedTuple):
         self.setter(self.holder, self.key, value)
 
 
-def slots_of(model: nn.Module, around: Surroundings) -> dict[str, Slot]:
+class AroundSlots(dict[str, Slot]):
+    """Places around models, the same object for as long as their containers hold the same objects.
+
+    Attributes:
+        moving: those whose numbers may be others all the same.
+        told: what was told of the rest, by who has.
+    """
+
+    def __init__(self, groups: Collection[dict[str, Slot]]) -> None:
+        """Of all groups."""
+        super().__init__({name: slot for group in groups for name, slot in group.items()})
+        self.moving = {name: slot for name, slot in self.items() if isinstance(slot.value, (Tensor, WatchedNumber))}
+        self.told: dict[object, dict[str, Any]] = {}
+
+
+class Slots(ChainMap[str, Slot]):
+    """The places of a model, its hooks and its surroundings, by name."""
+
+    def __init__(self, own: dict[str, Slot], around: AroundSlots | None = None) -> None:
+        """Those of the model, and those around it."""
+        self.own, self.around = own, AroundSlots(()) if around is None else around
+        super().__init__(self.own, self.around)
+
+    def tensors(self) -> Iterator[tuple[str, Slot]]:
+        """Those that hold tensors."""
+        for held in (self.own, self.around.moving):
+            yield from ((name, slot) for name, slot in held.items() if isinstance(slot.value, Tensor))
+
+
+def slots_of(model: nn.Module, around: Surroundings) -> Slots:
     """The places of a model, its hooks and its surroundings that hold numbers, tensors and containers, by name."""
     own = _Collector()
     modules = list(named_modules(model))
@@ -79,12 +110,9 @@ def slots_of(model: nn.Module, around: Surroundings) -> dict[str, Slot]:
         for number, hook in enumerate(hooks_of(module)):
             own.collect(hook_name(prefix, number), hook)
     found = own.slots()
-    for container, slots in _outside(around).items():
-        if not container or container not in own.groups:  # what the model holds goes by its names there
-            found.update(slots)
     for cache in around.caches.values():
         found[f"the cache of {cache.__qualname__}"] = Slot(cache.cache_info().currsize, cached=True)
-    return found
+    return Slots(found, _outside(around).without(own.groups.keys()))
 
 
 def hook_name(module: str, number: int) -> str:
@@ -92,8 +120,8 @@ def hook_name(module: str, number: int) -> str:
     return f"a hook of {module or 'the model'}" + (f" (number {number + 1})" if number else "")
 
 
-def _outside(around: Surroundings) -> dict[int, dict[str, Slot]]:
-    """The places around a model by the ids of the containers that they are in."""
+def _outside(around: Surroundings) -> _Outside:
+    """The places around a model."""
     values = [around.values(space) for _, space in around.spaces]
     known = around.remembered.get(_outside)
     if known is None or not known.is_same(values):
@@ -101,21 +129,39 @@ def _outside(around: Surroundings) -> dict[int, dict[str, Slot]]:
         for (name, space), held in zip(around.spaces, values, strict=True):
             for leaf, item in held.items():
                 collector.collect(f"{name}.{leaf}", item, space, leaf, Space.set)
-        known = around.remembered[_outside] = _Outside(values, collector.groups, collector.contents)
-    return known.groups
+        known = around.remembered[_outside] = _Outside(values, collector)
+    return known
 
 
-class _Outside(NamedTuple):
+class _Outside:
     """What was found around a model, and the containers that were looked through, with what they held."""
 
-    values: list[dict[str, Any]]
-    groups: dict[int, dict[str, Slot]]
-    contents: list[tuple[Any, Any]]
+    def __init__(self, values: Sequence[dict[str, Any]], collector: _Collector) -> None:
+        """What names stand for, and what was found of it."""
+        self._groups = collector.groups
+        self._values = values
+        self._objects, self._looks = collector.objects, collector.looks
+        self._dicts = [*map(vars, self._objects)]
+        self._contents = Contents((*collector.containers, *self._dicts))
+        self._looked = [look() for look in self._looks]
+        self._found: dict[frozenset[int], AroundSlots] = {}
 
-    def is_same(self, values: list[dict[str, Any]]) -> bool:
+    def without(self, own: Collection[int]) -> AroundSlots:
+        """The places but for those in a model's own containers: what it holds goes by its names there."""
+        left = frozenset(self._groups.keys() & own) - {0}
+        if left not in self._found:
+            self._found[left] = AroundSlots([slots for held, slots in self._groups.items() if held not in left])
+        return self._found[left]
+
+    def is_same(self, values: Sequence[dict[str, Any]]) -> bool:
         """Whether all holds the same objects still."""
-        pairs = (*zip(values, self.values, strict=True), *self.contents)
-        return all([holds_the_same(held() if callable(held) else held, before) for held, before in pairs])
+        named = (holds_the_same(held, before) for held, before in zip(values, self._values, strict=True))
+        return (
+            all(map(is_, map(vars, self._objects), self._dicts))  # an object may be given another `__dict__`
+            and self._contents.are_same()
+            and all(named)
+            and all(holds_the_same(look(), before) for look, before in zip(self._looks, self._looked, strict=True))
+        )
 
 
 class _Collector:
@@ -125,11 +171,13 @@ class _Collector:
         """Begin with the slots that are in no container.
 
         Args:
-            outside: whether the places are around a model, and what containers hold is kept.
+            outside: whether the places are around a model, and what was looked into is kept.
         """
         self.found: dict[str, Slot] = {}
         self.groups: dict[int, dict[str, Slot]] = {0: self.found}
-        self.contents: list[tuple[Any, Any]] = []
+        self.containers: list[Any] = []
+        self.objects: list[Any] = []
+        self.looks: list[Callable[[], list[Any]]] = []
         self.outside = self._keeps = outside
 
     def slots(self) -> dict[str, Slot]:
@@ -158,9 +206,25 @@ class _Collector:
             self.found[f"{name}{LENGTH}"] = Slot(len(held), holder, key, setter, counted, self.outside)
         if not stored or len(held) <= FEW or issubclass(kind, (list, deque)):
             self._look_into(name, held, kind)
-        if self._keeps and not issubclass(kind, (tuple, frozenset)):
-            self.contents.append(_copied(held, kind))
+        if self._keeps:
+            self._keep(held, kind)
         self.found = outer
+
+    def _keep(self, held: Any, kind: Any) -> None:
+        """Keep what was looked into, if it may hold other objects later."""
+        names, has_dict = slot_names(kind), hasattr(held, "__dict__")
+        if issubclass(kind, (list, deque, set, dict)):
+            self.containers.append(held)
+        elif issubclass(kind, (tuple, frozenset)) or not (
+            held.__closure__ if kind is FunctionType else names or has_dict
+        ):
+            return
+        elif issubclass(kind, (FunctionType, MethodType, functools.partial)) or shown_items(held) is not None:
+            self.looks.append(functools.partial(_members, held))
+        elif names:
+            self.looks.append(functools.partial(_in_slots, held, names, has_dict))
+        elif has_dict:
+            self.objects.append(held)
 
     def _look_into(self, name: str, held: Any, kind: Any) -> None:
         if issubclass(kind, (list, deque)):
@@ -190,20 +254,13 @@ class _Collector:
             return
 
 
-def _copied(held: Any, kind: Any) -> tuple[Any, Any]:
-    """A container, or how to look into what is none; and what it holds now."""
-    if issubclass(kind, dict):
-        return held, dict(held)
-    if issubclass(kind, (list, deque, set)):
-        return held, [*held]
-    if shows_its_state(kind) and shown_items(held) is None:
-        look_anew: Any = functools.partial(vars, held)  # an object may be given another `__dict__`
-        return look_anew, dict(look_anew())
-
-    def look() -> list[Any]:
-        return [inner for _, inner in members(held)]
-
-    return look, look()
+def _members(held: Any) -> list[Any]:
+    return [inner for _, inner in members(held)]
 
 
-__all__ = ["FEW", "LENGTH", "Slot", "hook_name", "slots_of"]
+def _in_slots(held: Any, names: tuple[str, ...], has_dict: bool) -> list[Any]:
+    found = [getattr(held, name, _UNSET) for name in names]
+    return [*found, *vars(held).values()] if has_dict else found
+
+
+__all__ = ["FEW", "LENGTH", "AroundSlots", "Slot", "Slots", "hook_name", "slots_of"]

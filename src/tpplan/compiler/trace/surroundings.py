@@ -23,6 +23,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from itertools import chain
 from operator import is_
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
@@ -69,6 +70,24 @@ class Space:
         delattr(self.holder, name)
 
 
+class Contents:
+    """What containers hold, to be compared with what they hold later: the same objects in the same order."""
+
+    def __init__(self, held: Iterable[Any]) -> None:
+        """Of lists, deques, sets and dicts."""
+        self._views: list[Any] = [*_views(held)]
+        self._sizes, self._items = [*map(len, self._views)], [*chain.from_iterable(self._views)]
+
+    def are_same(self) -> bool:
+        """Whether they hold the same still."""
+        return [*map(len, self._views)] == self._sizes and all(map(is_, chain.from_iterable(self._views), self._items))
+
+
+def _views(held: Iterable[Any]) -> Iterator[Any]:
+    for each in held:
+        yield from (each.keys(), each.values()) if isinstance(each, dict) else (each,)  # pyright: ignore
+
+
 class _Noted:
     """What stands in some spaces, and how to put it back."""
 
@@ -93,6 +112,7 @@ class _Noted:
                 if type(held) in CONTAINERS:
                     self._note(held)
         self._undo = [undo for held in self._named() if (undo := self._way_back(held)) is not None]
+        self._contents = Contents(held for held, _ in (*self._tables, *self._stores))
 
     def _named(self) -> Iterator[object]:
         """What has names around the model, and in the user's classes there."""
@@ -175,11 +195,11 @@ class _Noted:
             for name, held in values.items():
                 if space.names().get(name) is not held:
                     space.set(name, held)
-        for held, contents in self._tables:
+        for held, contents in () if self._contents.are_same() else self._tables:
             if not holds_the_same(held, contents):
                 held.clear()
                 held.update(contents)
-        for held, contents in self._stores:
+        for held, contents in () if self._contents.are_same() else self._stores:
             if not holds_the_same(held, contents):
                 held.clear()
                 (held.update if isinstance(held, set) else held.extend)(contents)  # pyright: ignore
@@ -485,6 +505,7 @@ def generators() -> list[Callable[[], object]]:
 
 __all__ = [
     "CONTAINERS",
+    "Contents",
     "Space",
     "Surroundings",
     "cached_tensors",
