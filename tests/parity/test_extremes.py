@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
+from torch.testing import assert_close
 
 import tpplan
 from tests.marking import in_turns, slow_but
 from tests.runtime.simulated import Call, worst
+from tests.runtime.world import Member, world
 from tpplan.api import suggest_text
 from tpplan.plan import CompileError
 
@@ -158,3 +163,131 @@ def test_what_is_left_behind_is_the_largest_of_all() -> None:
         assert error.diagnostics[0].code == "TP107"
     else:
         assert program.count_collectives()["all-gather"]
+
+
+# -- in the backward of a function ------------------------------------------------------------------------------------
+def rounded(x: Tensor, dim: int | None = None) -> Tensor:
+    """`x`, rounded by its largest entry, or by those along a dim."""
+    scale = (x.abs().max() if dim is None else x.abs().amax(dim, keepdim=True)) / 127
+    return (x / scale).round() * scale
+
+
+class Product(torch.autograd.Function):
+    """A product of rounded operands, whose derivatives are products of rounded gradients, as training in float8."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.by_row = by_row
+        dim = -1 if by_row else None
+        return rounded(x, dim) @ rounded(weight, dim).t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        inner, outer = (-1, 0) if ctx.by_row else (None, None)
+        rows, gradient = x.flatten(0, 1), gradients[0].flatten(0, 1)
+        back = rounded(gradient, inner) @ rounded(weight, outer)
+        return back.view_as(x), rounded(gradient, outer).t() @ rounded(rows, outer), None
+
+
+class InProducts(nn.Linear):
+    """A layer of rounded products."""
+
+    by_row = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        made = Product.apply(input, self.weight, self.by_row)
+        return made if self.bias is None else made + self.bias  # pyright: ignore
+
+
+class InProductsByRow(InProducts):
+    by_row = True
+
+
+class Both(torch.autograd.Function):
+    """Rounded, and its gradient as well."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return rounded(x)
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Tensor:
+        return rounded(gradients[0], -1)
+
+
+class Twice(InProducts):
+    """Two functions, one of which gets what the other makes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.relu(Both.apply(super().forward(input)))  # pyright: ignore
+
+
+def layers(kind: type[nn.Linear], bias: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    return Around(nn.Sequential(kind(WIDTH, INNER, bias), nn.GELU(), kind(INNER, WIDTH, bias))).double()
+
+
+PAIR = {"inner.0": "colwise", "inner.2": "rowwise"}
+SEQUENCE = PAIR | {"norm": "sequence"}
+ALONE = ({"inner.0": "colwise"}, {"inner.0": "rowwise"})
+
+
+@pytest.mark.parametrize("tp", slow_but([2], [2, 4]))
+@pytest.mark.parametrize(("kind", "rules"), in_turns([InProducts, InProductsByRow], [PAIR, SEQUENCE, *ALONE], quick=4))
+def test_gradients_are_rounded_by_the_largest_of_all(kind: type[nn.Linear], rules: dict[str, str], tp: int) -> None:
+    calls = [tokens(2, 8), tokens(3, 16)]
+    assert max(worst(layers(kind), rules, tp, calls[0], calls)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("kind", "forward", "both"), [(InProducts, 3, 7), (InProductsByRow, 2, 4)]
+)  # of one weight, of the other and its input; of these again, and of a gradient: by row, rows that are whole have none
+def test_what_a_backward_compares_is_counted(kind: type[nn.Linear], forward: int, both: int) -> None:
+    (x,), _ = tokens(2, 8)
+    program = tpplan.compile_plan(layers(kind), {"version": 1, "modules": PAIR}, 2, (x,))
+    assert program.count_collectives(backward=False) == {"all-gather": forward, "all-reduce": 1}
+    assert program.count_collectives() == {"all-gather": both, "all-reduce": 2}
+
+
+def _counted(member: Member) -> None:
+    model, ((x,), _) = layers(InProducts), tokens(2, 8)
+    plan = {"version": 1, "modules": PAIR}
+    program = tpplan.compile_plan(model, plan, member.size, (x,))
+    sharded = tpplan.parallelize(copy.deepcopy(model), plan, member.mesh(), (x,))
+    expected = model(x)
+    with CommDebugMode() as mode:
+        made = sharded(x)
+        made.sum().backward()
+    counts = {str(name): count for name, count in mode.get_comm_counts().items() if count}
+    assert sum(counts.values()) == sum(program.count_collectives().values()), counts
+    assert_close(made, expected)
+    expected.sum().backward()
+    for ours, theirs in zip(sharded.parameters(), model.parameters(), strict=True):
+        assert_close(ours.grad.full_tensor(), theirs.grad)  # pyright: ignore
+    with torch.no_grad():
+        assert_close(sharded(x), expected)
+
+
+def test_what_is_counted_is_sent_and_without_gradients_the_forward_compares_alone() -> None:
+    world(2).run(_counted)
+
+
+def test_functions_in_a_row_each_have_their_backward() -> None:
+    call = tokens(2, 8)
+    assert max(worst(layers(Twice, False), {"inner.0": "colwise"}, 2, call, [call])) < 1e-12
+
+
+class Hooked(InProducts):
+    """Changes the gradient of what its function makes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        made: Tensor = Product.apply(input, self.weight, False)  # pyright: ignore
+        made.register_hook(lambda gradient: gradient * 2)
+        return made
+
+
+def test_a_record_has_no_hooks() -> None:
+    with pytest.raises(CompileError, match="TP107"):
+        tpplan.compile_plan(layers(Hooked, False), {"version": 1, "modules": ALONE[0]}, 2, tokens(2, 8)[0])

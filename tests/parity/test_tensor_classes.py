@@ -265,35 +265,6 @@ def test_a_name_of_a_part_that_is_taken_is_refused(held: Any) -> None:
     assert getattr(model.up, "_weight_codes") is held  # noqa: B009
 
 
-class Rounded(torch.autograd.Function):
-    """Rounds the weight by its largest entry, and the gradient by its own, as training in float8 does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        scale = weight.abs().max() / 127
-        return x @ ((weight / scale).round() * scale).t()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        scale = gradients[0].abs().max() / 127
-        gradient = (gradients[0] / scale).round() * scale
-        return gradient @ weight, gradient.flatten(0, 1).t() @ x.flatten(0, 1)
-
-
-class RoundedLinear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return Rounded.apply(x, self.weight)  # pyright: ignore
-
-
-@pytest.mark.parametrize("style", ["colwise", "rowwise"])
-def test_roundings_by_largest_entries_in_a_backward_are_refused_by_name(style: str) -> None:
-    model = Mlp(partial(RoundedLinear, bias=False))
-    with pytest.raises(CompileError, match=r"TP112.*`up` rounds by the largest entries .*backward of `Rounded`"):
-        tpplan.compile_plan(model, {"version": 1, "modules": {"up": style}}, 2, calls(requires_grad=True))
-
-
 class AskingLinear(nn.Linear):
     """Asks of its weight what is true of the stock module's."""
 

@@ -1,4 +1,4 @@
-"""torchao's weights, quantised before `parallelize`: needs the extra `torchao`, and is skipped without it."""
+"""torchao: weights quantised before `parallelize`, and training in float8. Skipped without the extra `torchao`."""
 
 from __future__ import annotations
 
@@ -113,13 +113,85 @@ def test_processes_hold_what_torchao_slices(tp: int) -> None:
     world(tp).run(_run, tuple(KINDS))
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
-def _float8_training(model: nn.Module, recipe: str) -> nn.Module:
+# -- training in float8 -----------------------------------------------------------------------------------------------
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+_BLOCK = {"attention.{q,k,v}": "colwise", "attention.o": "rowwise", "mlp.up": "colwise", "mlp.down": "rowwise"}
+_SEQUENCE = _BLOCK | {"norms.*": "sequence"}
+
+
+def _float8_training(model: nn.Module, recipe: str = "tensorwise", gathers: bool = False) -> nn.Module:
     float8: Any = importlib.import_module("torchao.float8")
     config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
-    return float8.convert_to_float8_training(model, config=config)
+    return float8.convert_to_float8_training(
+        model, config=dataclasses.replace(config, enable_fsdp_float8_all_gather=gathers)
+    )
 
 
+class Attention(nn.Module):
+    def __init__(self, keys: int = WIDTH) -> None:
+        super().__init__()
+        self.q, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(WIDTH, keys, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        made = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o(made.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """A layer of a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.mlp = Attention(), Mlp(nn.Linear)
+        self.norms = nn.ModuleList([nn.RMSNorm(WIDTH) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norms[0](x))
+        return x + self.mlp(self.norms[1](x))
+
+
+@pytest.mark.parametrize(("recipe", "tp"), in_turns(RECIPES, [2, 4]))
+def test_training_in_float8_is_equal(recipe: str, tp: int) -> None:
+    torch.manual_seed(0)
+    model, inputs = _float8_training(Mlp(nn.Linear), recipe), (torch.randn(2, 16, WIDTH, requires_grad=True),)
+    report = tpplan.verify(model, PLAN, tp, inputs)
+    assert report.ok, report.problems
+
+
+def _train(member: Member, ways: tuple[tuple[str, dict[str, str]], ...]) -> None:
+    for recipe, rules in ways:
+        torch.manual_seed(0)
+        whole, x = _float8_training(Block(), recipe), torch.randn(2, 16, WIDTH)
+        model = tpplan.parallelize(copy.deepcopy(whole), {"version": 1, "modules": rules}, member.mesh(), (x,))
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (whole, model)]
+        for length in (16, 24):
+            x = torch.randn(2, length, WIDTH)
+            expected, made = whole(x), model(x)
+            assert_close(made, expected)
+            for result, optimizer in zip((expected, made), optimizers, strict=True):
+                optimizer.zero_grad()
+                (result * x).sum().backward()
+            for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+                assert theirs.grad is not None and ours.grad is not None
+                assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-4)  # pyright: ignore
+            for optimizer in optimizers:
+                optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("tp", "ways"),
+    [
+        (2, (("tensorwise", _BLOCK), ("rowwise", _SEQUENCE))),
+        pytest.param(4, (("tensorwise", _SEQUENCE),), marks=pytest.mark.slow),
+    ],
+)
+def test_processes_train_in_float8(tp: int, ways: tuple[tuple[str, dict[str, str]], ...]) -> None:
+    world(tp).run(_train, ways)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
 def _qat(model: nn.Module) -> nn.Module:
     qat: Any = importlib.import_module("torchao.quantization.qat")
     quantisation.quantize_(model, qat.QATConfig(KINDS["Int8DynamicActivationIntxWeightConfig"](), step="prepare"))
@@ -142,10 +214,11 @@ def _float8_activations(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("convert", "style", "told"),
     [
-        (partial(_float8_training, recipe="tensorwise"), "colwise", r"TP112.*backward of `matmul_with_hp_or_float8"),
-        (partial(_float8_training, recipe="tensorwise"), "rowwise", r"TP112.*backward of `matmul_with_hp_or_float8"),
-        (partial(_float8_training, recipe="rowwise"), "rowwise", r"TP112.*backward of `matmul_with_hp_or_float8"),
-        (partial(_float8_training, recipe="rowwise"), "colwise", r"TP128.*backward of `matmul_with_hp_or_float8"),
+        (
+            partial(_float8_training, gathers=True),
+            "colwise",
+            r"TP112.*DynamicFloat8CastTensor`.*requires grad",
+        ),
         (_qat, "colwise", r"TP107.*leaves a tensor.*`up.weight_fake_quantizer.scale`"),
         (_float8_activations, "colwise", r"TP101.*class of `up.weight`, a `Float8Tensor`, shows no product"),
     ],

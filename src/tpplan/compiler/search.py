@@ -101,6 +101,7 @@ class _Solver:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._placer = Placer(Propagator(problem.request.size, problem.trace.batch), NVLINK)
+        self._comparing = Propagator(problem.request.size, problem.trace.batch, extremes=True)
         self._table = RegionTable()
         self._instances: dict[frozenset[str], Instance] = {}
 
@@ -120,6 +121,8 @@ class _Solver:
                 assignment = assign(instance, best, trace.parameters, inputs, free.heads, free.features)
                 for value, names in trace.parameters.items():  # a plan also splits what nobody reads
                     assignment.layouts.setdefault(value, problem.binding.parameters[names[0]])
+                unrecorded = {i.frame.module for i in _instances(instance) if i.region.example in constraints.unsliced}
+                assignment.exchange_in_backwards(trace, self._comparing, unrecorded)
                 return Placed(instance, assignment, learned, dict(self._placer.cut))
             learned = self._after(learned, instance, solutions)
         raise UnplacedError(learned.findings, learned.unplaced)

@@ -17,7 +17,17 @@ from tpplan.compiler.bind.bind import Binding, Bound
 from tpplan.compiler.ir.layout import Pack
 from tpplan.compiler.ir.region import CallNode, Instance, LocalValue, OperationNode, Region, RegionBoundary, picks_of
 from tpplan.compiler.ir.replaced_bodies import Recurrence
-from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Operation, Path, Reference, Trace, filled
+from tpplan.compiler.ir.trace import (
+    Crossing,
+    ForeignBackward,
+    Frame,
+    Operation,
+    Path,
+    Reference,
+    Trace,
+    filled,
+    made_inside,
+)
 from tpplan.compiler.rules.recurrent import made_layout
 from tpplan.compiler.trace.unread import final_values, live_values
 from tpplan.plan import Pin, Style
@@ -154,7 +164,8 @@ class _Builder:
             if not found.isdisjoint(o for o in node.outputs if o is not None and self._has_gradient(o)):
                 found.update(node.inputs)
         made = {o for node in operations if node.is_a("largest", "smallest") for o in node.outputs if o is not None}
-        return {o for o in made if frame.backwards or (self._has_gradient(o) and (apart or o in found))}
+        made -= made_inside(frame, self.trace.gradients.gradless)  # their gradients are what is recorded of a backward
+        return {o for o in made if self._has_gradient(o) and (frame.backwards or apart or o in found)}
 
     def _has_gradient(self, identifier: int) -> bool:
         return self.trace.values[identifier].differentiable

@@ -264,7 +264,7 @@ def _splits(given: CheckInput, cut: Cut) -> bool:
 
 def _backward(given: CheckInput, whole: Frame, local: Frame) -> Mismatch | None:
     """The first code in a call's backward that isn't right on a rank's part."""
-    propagator = Propagator(given.size, given.batch)
+    propagator = Propagator(given.size, given.batch, extremes=True)
     if len(whole.backwards) != len(local.backwards):
         message = "it registers different functions or hooks on a rank's part"
         return Mismatch(whole, None, len(whole.body), None, None, message, backward=whole.backwards[0])

@@ -28,6 +28,7 @@ from tpplan.compiler.ir.layout import (
     REPLICATED,
     REPLICATED_PARTIAL,
     Collective,
+    Collectives,
     Layout,
     all_reduce_of,
     reshard_between,
@@ -453,11 +454,14 @@ def _inner(
 
 def _moved(trace: Trace, move: PlacedMove, sends_back: bool) -> Reshard:
     """A value that a body moves between its operations."""
-    value, location = trace.values[move.value], move.operation.location
+    value, location = move.moved(trace), move.operation.location
     ways = reshard_between(move.source, move.target)
     assert ways is not None
+    if move.backward is not None:  # a gradient, or what is compared with one
+        ways, sends_back = Collectives(Collective.NONE, ways.forward), True
     where = f" at {location.short}" if location is not None else ""
     name, place = base_name(move.place.operation).strip("_"), move.place
+    name = name if move.backward is None else f"{name} of a backward"
     return Reshard(
         path=(name, place.number, place.operand), source=move.source, target=move.target, forward=ways.forward,
         backward=ways.backward if sends_back else Collective.NONE, shape=value.shape,

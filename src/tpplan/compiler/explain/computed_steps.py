@@ -1,8 +1,7 @@
 """Explain where the steps of a computed weight can't work on parts of what it is computed of.
 
 in:  a finding on a body
-out: TP112 for the layer whose weight that body computes; the finding itself where it computes none; of a body that
-     rounds by largest entries, the backward that looks for some, too
+out: TP112 for the layer whose weight that body computes; the finding itself where it computes none
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from tpplan.compat.modules import named_modules
 from tpplan.compiler.bind.bind import Binding
 from tpplan.compiler.bind.computed_weights import layer_of
 from tpplan.compiler.bind.misfits import not_followed
-from tpplan.compiler.ir.trace import Frame
 from tpplan.plan import Diagnostic
 
 
@@ -29,10 +27,4 @@ def of_computed(finding: Diagnostic, module: str, model: nn.Module, binding: Bin
     return replace(told, notes=(finding.message, *finding.notes))
 
 
-def rounding_backward(frame: Frame) -> str:
-    """The code in the backward of a body that looks for largest entries, as of gradients in float8; "" for none."""
-    found = (held for held in frame.backwards if any(n.is_a("largest", "smallest") for n in held.graph.body))
-    return next((held.name for held in found), "")
-
-
-__all__ = ["of_computed", "rounding_backward"]
+__all__ = ["of_computed"]

@@ -12,7 +12,6 @@ from tpplan.compiler.bind.bind import Binding, Bound
 from tpplan.compiler.bind.packing import packed_option
 from tpplan.compiler.check.lessons import equal_modules
 from tpplan.compiler.check.same_steps import CheckInput, Mismatch
-from tpplan.compiler.explain.computed_steps import rounding_backward
 from tpplan.compiler.explain.origins import Cause, Origins
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.heads import fitting_ranks
@@ -129,15 +128,6 @@ def _of_placement(here: Instance, failure: Failure, trace: Trace, binding: Bindi
         return _packed(here, node, bound, split)
     if split is not None and node.is_a("reshape") and refusal.kind == "no-rule" and _heads_of(here, node, split) > 1:
         return _heads(here, node, bound, split, size)
-    rounding = rounding_backward(here.frame) if node.is_a("largest", "smallest") else ""
-    if rounding:
-        return _finding("TP112", bound, module, node.location,
-            f"{module} rounds by the largest entries of its weight or its input, and in {rounding} by those of "
-            "gradients, too, which ranks don't compare",
-            f"{_whole(bound, option)}; or train it in bfloat16",
-            _operands(here.region, refusal),
-            option=option,
-        )  # fmt: skip
     return _finding("TP107", bound, module, node.location,
         f"the body of {module} can't run on local shards: {node.name} {refusal.reason}{_shares(here.region, split)}",
         _way_out(bound, module, refusal, option, parameter),

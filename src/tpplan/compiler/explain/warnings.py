@@ -88,11 +88,12 @@ def exchanges(trace: Trace, binding: Binding, assignment: Assignment, size: int)
 
 def _sent(move: PlacedMove, trace: Trace, size: int, back: Collection[int]) -> int:
     """Bytes that each rank sends for a move, forward and backward, where its gradient is among those that come back."""
-    ways, value = reshard_between(move.source, move.target), trace.values[move.value]
+    ways, value = reshard_between(move.source, move.target), move.moved(trace)
     assert ways is not None
+    answered = move.backward is None and move.value in back
     return sum(
         bytes_sent(way, value.bytes * (size if move.source.is_extreme else 1), size)
-        for way in (ways.forward, *([ways.backward] if move.value in back else []))
+        for way in (ways.forward, *([ways.backward] if answered else []))
         if way.communicates
     )
 

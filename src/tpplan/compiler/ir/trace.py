@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,6 +191,11 @@ class ForeignBackward:
     graph: BackwardGraph
     sealed: bool = False
 
+    @property
+    def is_hook(self) -> bool:
+        """Whether it gets and makes the gradients of the same values, as hooks do; a function's are of others."""
+        return set(self.outputs) <= set(self.inputs)
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -245,6 +250,21 @@ class Frame:
             else:
                 yield self, node
         yield from ((self, crossing) for crossing in self.exits)
+
+
+def made_inside(frame: Frame, gradless: Set[int]) -> set[int]:
+    """What functions with a backward of their own make in a body: their results, and all that these are made of inside.
+
+    Args:
+        frame: a call.
+        gradless: what was made with gradients off, as a function's forward is run.
+    """
+    functions = [held for held in frame.backwards if not held.is_hook]
+    found = {value for held in functions for value in held.outputs if value in gradless}
+    for node in reversed(frame.body):
+        if isinstance(node, Operation) and not found.isdisjoint(node.outputs):
+            found.update(value for value in node.inputs if value in gradless)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Features, Layout
 from tpplan.compiler.ir.region import CallNode, Instance, OperationNode, Region, RegionBoundary
 from tpplan.compiler.ir.replaced_bodies import MovedOperand, RecordedBody
-from tpplan.compiler.ir.trace import Frame, Path, Trace
+from tpplan.compiler.ir.trace import BackwardGraph, Frame, Operation, Path, Trace, Value
 from tpplan.compiler.place.solution import (
     Called,
     Choice,
@@ -30,6 +31,8 @@ from tpplan.compiler.place.solution import (
 from tpplan.compiler.rewrite.recognise import Norm
 from tpplan.compiler.rewrite.replay import recorded_body
 from tpplan.compiler.rewrite.settle import moved_operand
+from tpplan.compiler.rules.backwards import Around, BackwardFault, BackwardLayouts, backward_layouts
+from tpplan.compiler.rules.propagate import Propagator
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +79,20 @@ class PlacedMove:
         value: the operand's value of the trace.
         source, target: the layouts before and after.
         again: whether the same value was moved so before, for another operation, and nothing was written since.
+        backward: the record of which it is an operation and a value, if it isn't the body's own but of its backward.
     """
 
     place: MovedOperand
-    operation: OperationNode
+    operation: OperationNode | Operation
     value: int
     source: Layout
     target: Layout
     again: bool
+    backward: BackwardGraph | None = None
+
+    def moved(self, trace: Trace) -> Value:
+        """What is moved."""
+        return (trace if self.backward is None else self.backward).values[self.value]
 
 
 @dataclass(slots=True)
@@ -139,6 +148,40 @@ class Assignment:
         """Modules whose bodies have to run from their records."""
         return {*self.sliced, *self.moved}
 
+    def around(self, trace: Trace) -> Around:
+        """How the values lie that code in a backward reads, and whose gradients it gets and makes."""
+
+        def partial(value: int) -> bool | None:
+            names = trace.parameters.get(value)
+            return None if names is None else names[0] in self.partial
+
+        return Around(lambda value: self.layouts.get(value, REPLICATED), trace.values, partial)
+
+    def exchange_in_backwards(self, trace: Trace, rules: Propagator, unrecorded: Collection[str]) -> None:
+        """Note what bodies exchange in code in their backwards that torch didn't derive, but these modules' bodies."""
+        around = self.around(trace)
+        for decided in self.frames:
+            name = decided.frame.module
+            for backward in decided.frame.backwards if name and name not in unrecorded else ():
+                if backward.graph.failure or backward.sealed or around.is_whole(backward):
+                    continue
+                found = backward_layouts(around, rules, backward)
+                if isinstance(found, BackwardFault):
+                    continue  # the check tells it
+                for place, node, value, target in _moved_in(backward.graph, found):
+                    source = found.layouts.get(value, REPLICATED)
+                    decided.moves.append(PlacedMove(place, node, value, source, target, False, backward.graph))
+                    self.moved.add(name)
+
+
+def _moved_in(graph: BackwardGraph, found: BackwardLayouts) -> Iterator[tuple[MovedOperand, Operation, int, Layout]]:
+    """What is exchanged before which operation of a backward."""
+    for position, node in enumerate(graph.body):
+        number = sum(other.name == node.name for other in graph.body[:position])
+        for value, target in found.moves.get(next((o for o in node.outputs if o is not None), -1), {}).items():
+            operand = [*dict.fromkeys(node.inputs)].index(value)
+            yield MovedOperand(node.name, number, operand, target), node, value, target
+
 
 def assign(
     root: Instance,
@@ -168,7 +211,7 @@ def record_of(assignment: Assignment, trace: Trace, module: str, size: int) -> R
     """What a module's record has to know of an assignment."""
     decided = next(held for held in assignment.frames if held.frame.module == module)
     partial = [name for names in trace.parameters.values() if names[0] in assignment.partial for name in names]
-    moves = [move.place for move in decided.moves]
+    moves = [move.place for move in decided.moves if move.backward is None]
     body = recorded_body(
         decided.frame, assignment.layouts, assignment.heads, assignment.features, moves, partial
     )  # fmt: skip

@@ -122,6 +122,10 @@ class Boundaries:
         if tail and splits_sequence(source, value.shape):
             targets.append(ending(tail))
         targets += self._head_layouts(value)
+        if region.has_own_backward and not outward and value.dtype.is_floating_point and value.shape:
+            # No function takes a part of what it gets whole: its backward makes the gradient of all of it.
+            split = {n for v in region.values if v.parameter is not None and v.parameter.is_sharded for n in v.shape}
+            targets += self._split_features(boundary, value) if value.shape[-1] in split else []
         return list(dict.fromkeys(targets))
 
     def _split_features(self, boundary: RegionBoundary, value: LocalValue) -> list[Layout]:

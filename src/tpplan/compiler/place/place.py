@@ -414,7 +414,8 @@ class Placer:
         sliced = region.example[0] and region.example not in self.constraints.unsliced
         weights = self._weights_of(region)
         of_weights = region.of_weights or weights.compute(node)
-        moving = of_weights or region.example in self.constraints.freedoms.moving
+        inside = region.has_own_backward and any(o is not None and region.values[o].gradless for o in node.outputs)
+        moving = (of_weights or region.example in self.constraints.freedoms.moving) and not inside
         comparing = self._slicing if self._calls_classes(region) else self._comparing
         recorded = self._moving if moving else comparing
         rules = recorded if sliced else self.propagator

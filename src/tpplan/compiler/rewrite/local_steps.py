@@ -20,10 +20,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from tpplan.compat.schemas import schema_mutates, takes_device
 from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS, stock_function
 from tpplan.compiler.ir.layout import REPLICATED, Layout, in_packs
-from tpplan.compiler.ir.script import ReplayError, Run
-from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace, filled
+from tpplan.compiler.ir.script import OwnBackward, ReplayError, Run
+from tpplan.compiler.ir.trace import ForeignBackward, Frame, Operation, Reference, Trace, filled, made_inside
 from tpplan.compiler.rewrite.attention import Attention, attentions, references
 from tpplan.compiler.rewrite.settle import Settled
+from tpplan.compiler.rules.backwards import BackwardLayouts
 from tpplan.compiler.rules.own_arguments import with_own_arguments
 from tpplan.ops.dim_map import dim_of, dims_of, size_argument
 from tpplan.ops.flex import is_flex
@@ -58,6 +59,7 @@ def local_steps(
         ReplayError: an operation can't run on shards that lie so.
     """
     count = 0
+    inside = made_inside(trace.root, trace.gradients.gradless)
     writes = any(isinstance(node, Operation) and schema_mutates(node.target) for node in trace.root.body)
     moved: dict[tuple[int, Layout], int] = {}
     for node in _with_attentions(trace, settled):
@@ -78,12 +80,13 @@ def local_steps(
                 shape = trace.values[value].shape
                 step = exchanges.reshard(settled.layouts.get(value, REPLICATED), target, shape, node.name)
                 local = target.local_shape(shape, size, rank)
-                yield Run(step, (Reference(value),), {}, (-count,), (local,), False)
+                yield Run(step, (Reference(value),), {}, (-count,), (local,), False, _made(node) in inside)
             instead[value] = moved[value, target]
         taken = _before(node, settled.slices)
         for value, lies in taken.items():
             count += 1
-            yield _slice(instead.get(value, value), -count, trace.values[value].shape, lies, size, rank)
+            part = _slice(instead.get(value, value), -count, trace.values[value].shape, lies, size, rank)
+            yield replace(part, gradless=_made(node) in inside)
             instead[value] = -count
         layouts = {**settled.layouts, **here, **taken}
         run = (
@@ -93,9 +96,36 @@ def local_steps(
         )
         if exchanges is not None and isinstance(node, Operation) and node.is_a("mean"):
             run = _averaged(run, node, trace, layouts, exchanges)
+        run = replace(run, gradless=run.gradless or _made(node) in inside)
         if not writes and run.target in VIEWS_OF_PARTS:
             run = replace(run, target=VIEWS_OF_PARTS[run.target])
         yield _reading(run, instead) if instead else run
+
+
+def own_backward(
+    held: ForeignBackward, found: BackwardLayouts, trace: Trace, size: int, rank: int, exchanges: Exchanges | None
+) -> OwnBackward:
+    """What a rank runs of a backward that torch didn't derive.
+
+    Raises:
+        ReplayError: an operation can't run on shards that lie so.
+    """
+    graph = held.graph
+    alone = replace(trace, root=Frame("", 0, (), (), graph.body), values=graph.values)
+    steps = local_steps(alone, Settled(found.layouts, {}, found.moves), size, rank, exchanges)
+    given = {*graph.arriving, *graph.saved, *(output for node in graph.body for output in node.outputs)}
+    read = {value for node in graph.body for value in node.inputs} | {v for v in graph.results if v is not None}
+    constants = [(value, graph.values[value].numbers) for value in sorted(read - given)]
+    numbers = tuple((value, held) for value, held in constants if held is not None)
+    if len(numbers) < len(constants):
+        raise ReplayError(f"{held.name} reads a tensor that is neither a gradient nor a value of its forward")
+    runs = tuple(step for step in steps if isinstance(step, Run))
+    return OwnBackward(held.name, graph.arriving, graph.saved, numbers, runs, graph.results)
+
+
+def _made(node: Operation | Attention) -> int | None:
+    """What a step makes first."""
+    return node.made if isinstance(node, Attention) else next((o for o in node.outputs if o is not None), None)
 
 
 def _averaged(run: Run, node: Operation, trace: Trace, layouts: Mapping[int, Layout], exchanges: Exchanges) -> Run:
@@ -204,4 +234,4 @@ def _reading(run: Run, parts: Mapping[int, int]) -> Run:
     return replace(run, arguments=filled(run.arguments, instead), keywords=keywords)
 
 
-__all__ = ["Exchanges", "local_steps", "localised"]
+__all__ = ["Exchanges", "local_steps", "localised", "own_backward"]

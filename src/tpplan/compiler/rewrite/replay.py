@@ -28,9 +28,11 @@ from tpplan.compiler.ir.observations import CaptureSettings
 from tpplan.compiler.ir.pytree import children, rebuilt, tensors_in
 from tpplan.compiler.ir.replaced_bodies import MovedOperand, RecordedBody
 from tpplan.compiler.ir.script import ReplayError, Run, Script, ScriptCall, attribute_at, play
-from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Path, Reference, Trace
-from tpplan.compiler.rewrite.local_steps import Exchanges, local_steps
+from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Path, Reference, Trace, made_inside
+from tpplan.compiler.rewrite.local_steps import Exchanges, local_steps, own_backward
 from tpplan.compiler.rewrite.settle import Settled, settle
+from tpplan.compiler.rules.backwards import Around, BackwardFault, backward_layouts
+from tpplan.compiler.rules.propagate import Propagator
 from tpplan.compiler.trace.capture import Capture, record, without_dead_operations
 from tpplan.compiler.trace.effects import held_tensors
 from tpplan.compiler.trace.recorder import Recorder
@@ -107,7 +109,8 @@ class Replay:
         named = {name: whole(a, (name,)) for name, a in kwargs.items()}
         first = next((tensor for _, tensor in tensors_in((args, kwargs)) if not tensor.is_meta), None)
         device = torch.device("cpu") if first is None else first.device
-        state = Capture(_BodyRecorder(CaptureSettings(training, device=device)), arguments={}, leaves=False)
+        settings = CaptureSettings(training, device=device, records=torch.is_grad_enabled())
+        state = Capture(_BodyRecorder(settings), arguments={}, leaves=False)
         state.weights = self._body.weights
         skeleton = make_skeleton(self._stock)
         try:
@@ -123,9 +126,9 @@ class Replay:
         found = settle(root, trace, self._body, self._size, number)
         if self._exchanges is not None and self._exchanges.strict and not found.followed:
             raise ReplayError("its record would exchange other values than the placement")
-        return self._script(
-            trace, state, skeleton.model, Settled(held, {}, {}).also(found.layouts, found.slices, found.moves)
-        )
+        settled = Settled(held, {}, {}).also(found.layouts, found.slices, found.moves)
+        rules = Propagator(self._size, number, extremes=True)
+        return self._script(trace, state, skeleton.model, settled, rules)
 
     def _wanted(self, trace: Trace, effects: Collection[int]) -> Trace:
         """The record without results that the caller drops, and without what only these are made by."""
@@ -153,7 +156,7 @@ class Replay:
         made = torch.empty_strided(shape, _strides(local, shape), dtype=local.dtype, device="meta")
         return made.requires_grad_(local.requires_grad and torch.is_grad_enabled())
 
-    def _script(self, trace: Trace, state: Capture, model: nn.Module, settled: Settled) -> Script:
+    def _script(self, trace: Trace, state: Capture, model: nn.Module, settled: Settled, rules: Propagator) -> Script:
         recorder = state.recorder
         if trace.numbers.chosen or trace.branches.assumptions:
             raise ReplayError("what the body runs depends on its tensors' values")
@@ -181,10 +184,12 @@ class Replay:
         sources |= dict.fromkeys(made_by_call - sources.keys())
         unread = own - read - sources.keys() - {*sources.values()}
         steps: list[Run | ScriptCall] = []
+        waiting = [*self._functions(trace, settled, rules)]
         for node in local_steps(trace, settled, self._size, self._rank, self._exchanges):
             if isinstance(node, Run):
                 outputs = tuple(None if value in unread else value for value in node.outputs)
                 steps.append(replace(node, outputs=outputs))
+                steps += [held for held in waiting if held.outputs[-1] in outputs]
                 continue
             args, kwargs = (state.arguments or {})[node.module, node.call]
             results = tuple((c.path, c.target) for c in node.exits)
@@ -193,6 +198,32 @@ class Replay:
         return Script(
             entries, tuple(held.items()), tuple(constants), tuple(steps), _referred(result, recorder, sources)
         )
+
+    def _functions(self, trace: Trace, settled: Settled, rules: Propagator) -> Iterator[Run]:
+        """For each function with a backward of its own, the step that has gradients go back by that one's record."""
+        partial = frozenset(self._body.partial)
+
+        def sums(value: int) -> bool | None:
+            names = trace.parameters.get(value)
+            return None if names is None else not partial.isdisjoint(names)
+
+        around = Around(lambda value: settled.layouts.get(value, REPLICATED), trace.values, sums)
+        inside = made_inside(trace.root, trace.gradients.gradless)
+        for held in trace.root.backwards:
+            if held.is_hook:
+                continue  # which a record hasn't: the check tells of a body that registers one
+            if held.sealed or held.graph.failure or None in held.inputs or not inside.issuperset(held.outputs):
+                raise ReplayError(f"{held.name} isn't recorded: {held.graph.failure}")
+            found = backward_layouts(around, rules, held)
+            if isinstance(found, BackwardFault):
+                raise ReplayError(f"{held.name} can't run on shards: {found.reason}")
+            shapes = tuple(
+                settled.layouts.get(value, REPLICATED).local_shape(trace.values[value].shape, self._size, self._rank)
+                for value in held.outputs
+            )
+            own = own_backward(held, found, trace, self._size, self._rank, self._exchanges)
+            made, saved, inputs = (tuple(map(Reference, values)) for values in (held.outputs, held.saved, held.inputs))  # pyright: ignore
+            yield Run(own.attach, (made, saved, *inputs), {}, held.outputs, shapes, False)
 
 
 class _BodyRecorder(Recorder):
@@ -328,7 +359,7 @@ def recorded_body(
         at(frame.entries, inside=True), tuple(calls), at(frame.exits, inside=False), tuple(sorted(heads)),
         features=tuple(sorted(features)),
     )  # fmt: skip
-    if not moves:
+    if not moves and not frame.backwards:
         return body
     own = tuple(sorted(name.removeprefix(prefix) for name in partial if name.startswith(prefix)))
     return replace(body, moves=tuple(moves), passed=tuple(passed), partial=own)

@@ -31,6 +31,7 @@ from tpplan.compiler.ir.trace import (
     Value,
 )
 from tpplan.compiler.trace.gradient_flow import NotedFunction, NotedHook, UnrecordedError
+from tpplan.compiler.trace.random_draws import is_draw
 from tpplan.compiler.trace.recorder import Recorder
 
 Call = tuple[str, int]
@@ -231,6 +232,7 @@ class _Writer:
         self, first: int, arriving: tuple[int, ...], made: tuple[int | None, ...], body: list[Operation]
     ) -> tuple[tuple[int, ...], BackwardGraph]:
         """The values of the forward that it reads, and the record, of which equal ones are one object."""
+        body, made = _distinct(body, made)
         body = _needed(body, {value for value in made if value is not None})
         numbers: dict[int, int] = {}
         for value in arriving:
@@ -292,6 +294,22 @@ def _needed(body: list[Operation], live: set[int]) -> list[Operation]:
     return kept[::-1]
 
 
+def _distinct(body: list[Operation], made: tuple[int | None, ...]) -> tuple[list[Operation], tuple[int | None, ...]]:
+    """Without what is computed twice of the same, such as the scale of a gradient that two products round by."""
+    if any(node.overwritten or is_draw(node.target, node.arguments, node.keywords) for node in body):
+        return body, made
+    first: dict[object, Operation] = {}
+    same: dict[int, int] = {}
+    kept: list[Operation] = []
+    for node in body:
+        node = node.renumbered(same)
+        known = first.setdefault((*_operation_key(node)[:-2], len(node.outputs)), node)
+        if known is node:
+            kept.append(node)
+        same |= {o: k for o, k in zip(node.outputs, known.outputs, strict=True) if o is not None and k is not None}
+    return kept, tuple(None if value is None else same.get(value, value) for value in made)
+
+
 def _value_key(value: Value) -> object:
     numbers = value.numbers
     shown = None if numbers is None else blake2b(numbers.reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
@@ -299,7 +317,7 @@ def _value_key(value: Value) -> object:
     return (*sizes, value.dtype, shown)
 
 
-def _operation_key(node: Operation) -> object:
+def _operation_key(node: Operation) -> tuple[object, ...]:
     def typed(argument: Any) -> object:
         # Python holds 1 == 1.0 == True; operators don't.
         if isinstance(argument, tuple):
