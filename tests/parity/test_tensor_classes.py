@@ -336,19 +336,25 @@ def test_what_would_be_lost_when_it_is_set_is_refused() -> None:
 
 
 def _coded_late(member: Member) -> str:
-    model, inputs = Mlp(nn.Linear), calls()
-    model = tpplan.parallelize(model, PLAN, member.mesh(), inputs)
-    model(*inputs)
-    coded(model, Coded)
-    with pytest.raises(UnprovedCallError) as caught:
-        model(*inputs)
+    torch.manual_seed(0)
+    stock, inputs = Mlp(nn.Linear), calls()
+    model = tpplan.parallelize(copy.deepcopy(stock), PLAN, member.mesh(), inputs)
+    before = model(*inputs)
+    with pytest.raises(tpplan.StateError) as caught:
+        coded(model, Coded)
+    assert_close(model(*inputs), before, rtol=0, atol=0)
+    # What the help says:
+    torch.manual_seed(1)
+    whole = coded(stock, Coded)
+    model = tpplan.parallelize(copy.deepcopy(whole), PLAN, member.mesh(), inputs)
+    assert_close(model(*inputs), whole(*inputs))
     return str(caught.value)
 
 
 def test_a_weight_that_is_set_after_parallelize_is_refused_by_name() -> None:
     for message in world(2).run(_coded_late):
-        assert "TP130" in message and "weight` was replaced by a Coded" in message
-        assert "quantise the stock model, before `parallelize`" in message
+        assert "TP130" in message and "`up.weight` was to be replaced by a `Coded`" in message
+        assert "quantise the stock model, before `parallelize`" in message and "runs as before" in message
 
 
 def _beside(member: Member, how: str) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 import tpplan
-from tests.marking import in_turns
+from tests.marking import in_turns, slow_but
 from tests.models.quantised import Mlp
 from tests.runtime.world import Member, world
 from tpplan.plan import CompileError
@@ -231,16 +231,23 @@ def test_what_isnt_exact_is_refused_by_name(convert: Callable[[nn.Module], nn.Mo
         tpplan.compile_plan(model, {"version": 1, "modules": {"up": style}}, 2, inputs)
 
 
-def _quantised_late(member: Member) -> str:
-    model, inputs = Mlp(nn.Linear), calls()
-    model = tpplan.parallelize(model, PLAN, member.mesh(), inputs)
-    model(*inputs)
-    quantisation.quantize_(model, quantisation.Int8WeightOnlyConfig())
-    with pytest.raises(tpplan.UnprovedCallError) as caught:
-        model(*inputs)
+def _quantised_late(member: Member, kind: str) -> str:
+    torch.manual_seed(0)
+    stock, inputs = Mlp(nn.Linear), calls()
+    model = tpplan.parallelize(copy.deepcopy(stock), PLAN, member.mesh(), inputs)
+    before = model(*inputs)
+    with pytest.raises(tpplan.StateError) as caught:
+        quantisation.quantize_(model, KINDS[kind]())
+    assert_close(model(*inputs), before, rtol=0, atol=0)
+    # What the help says:
+    quantisation.quantize_(stock, KINDS[kind]())
+    model = tpplan.parallelize(copy.deepcopy(stock), PLAN, member.mesh(), inputs)
+    assert_close(model(*inputs), stock(*inputs))
     return str(caught.value)
 
 
-def test_quantising_a_sharded_model_is_refused_by_name() -> None:
-    for message in world(2).run(_quantised_late):
-        assert "TP130" in message and "was replaced by a Int8Tensor" in message and "before `parallelize`" in message
+@pytest.mark.parametrize("kind", slow_but(["IntxWeightOnlyConfig, by group"], [*WEIGHTS]))
+def test_quantising_a_sharded_model_is_refused_by_name_and_leaves_it_as_it_was(kind: str) -> None:
+    for message in world(2).run(_quantised_late, kind):
+        assert "TP130" in message and "`up.weight` was to be replaced by a `" in message
+        assert "quantise the stock model, before `parallelize`" in message

@@ -23,7 +23,6 @@ from tpplan.calls.call_errors import UnprovedCallError
 from tpplan.calls.held import Held, LeanedOn
 from tpplan.calls.module_hooks import Hooks
 from tpplan.compat.modules import computed_weights, own_buffers, own_modules, own_parameters
-from tpplan.compat.subclasses import takes_apart
 from tpplan.compat.tensors import geometry_of
 from tpplan.parity.tree import modules_in
 from tpplan.runtime.modules import contents
@@ -328,8 +327,6 @@ def _way_out(module: nn.Module) -> str:
             "change the stock model before `parallelize`; or let go of the mask, by "
             f'`torch.nn.utils.prune.remove(layer, "{pruned}")`: the pruned entries stay zero until a step changes them'
         )
-    if any(held is not None and takes_apart(held) for held in own_parameters(module).values()):
-        return "quantise the stock model, before `parallelize`: what a weight's class keeps is split there"
     return _EARLIER
 
 

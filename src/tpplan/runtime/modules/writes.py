@@ -26,9 +26,10 @@ from tpplan.compat.data_parallel import fsdp_unit, is_localized, is_localizer, r
 from tpplan.compat.dtensors import local_of
 from tpplan.compat.dynamo import COMPILED_CALL
 from tpplan.compat.modules import own_parameters
+from tpplan.compat.subclasses import takes_apart
 from tpplan.compat.tensors import is_gathered, mark_gathered, name_alike
 from tpplan.runtime.around.onlookers import Onlookers
-from tpplan.runtime.parameters.sharded_tensors import REPLACED, ShardedTensor
+from tpplan.runtime.parameters.sharded_tensors import REPLACED, ShardedTensor, StateError
 
 if TYPE_CHECKING:
     from tpplan.compiler.ir.program import Program
@@ -95,6 +96,21 @@ class Writes:
             together = [] if unit is None else self._units.setdefault(unit, [])
             together.append((module, name))
             self.cut[module, name] = together
+
+    def refuse_class(self, module: nn.Module, name: str, kind: str) -> None:
+        """Refuse a weight of a class of its own, before it is set: the model is as it was.
+
+        Raises:
+            StateError: with a TP130.
+        """
+        owner = self.outside(module).name if self.outside is not None else ""
+        raise StateError.of(
+            "TP130",
+            f"`{f'{owner}.{name}'.lstrip('.')}` was to be replaced by a `{kind}` after `parallelize`: what was proved "
+            "is the product of plain numbers, and the class has a product of its own",
+            help="quantise the stock model, before `parallelize`, which then cuts what the class keeps",
+            notes=("nothing was replaced: the model runs as before",),
+        )
 
     def note(self, module: nn.Module, name: str) -> None:
         """Remember that `name` was set in, added to or deleted from `module`."""
@@ -179,6 +195,8 @@ class Watched(nn.Module):
 def _own_parameter(module: nn.Module, name: str, value: nn.Parameter) -> nn.Parameter:
     """What is to be a module's parameter `name`, of what torch's data parallelism sets."""
     writes: Writes | None = module.__dict__.get(WRITES)
+    if writes is not None and takes_apart(value):
+        writes.refuse_class(module, name, type(value).__name__)
     before, value = own_parameters(module).get(name), ShardedTensor.adopted(value)  # FSDP makes plain DTensors
     if isinstance(value, DTensor) and isinstance(before, DTensor) and before is not value:
         name_alike(value, before)
