@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import tpplan
 from tests.marking import in_turns, slow_but
@@ -277,6 +278,24 @@ def test_what_is_counted_is_sent_and_without_gradients_the_forward_compares_alon
 def test_functions_in_a_row_each_have_their_backward() -> None:
     call = tokens(2, 8)
     assert max(worst(layers(Twice, False), {"inner.0": "colwise"}, 2, call, [call])) < 1e-12
+
+
+class Checkpointed(nn.Sequential):
+    reentrant = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        return checkpoint(super().forward, input, use_reentrant=self.reentrant)  # pyright: ignore
+
+
+def test_what_a_checkpoint_recomputes_has_its_backward_unless_it_is_hidden() -> None:
+    torch.manual_seed(0)
+    inner, call = Checkpointed(InProducts(WIDTH, INNER), nn.GELU(), InProducts(INNER, WIDTH)), tokens(2, 8)
+    model = Around(inner).double()
+    report = tpplan.verify(model, {"version": 1, "modules": PAIR}, 2, call[0])
+    assert report.ok, report.problems
+    inner.reentrant = True
+    with pytest.raises(CompileError, match=r"(?s)TP107.*pass `use_reentrant=False`"):
+        tpplan.compile_plan(model, {"version": 1, "modules": PAIR}, 2, call[0])
 
 
 class Hooked(InProducts):

@@ -23,7 +23,6 @@ from tests.models.quantised import Mlp
 from tests.parity.test_quantised import Attention
 from tests.runtime.world import Member, world
 from tpplan.api import suggest_text
-from tpplan.calls.call_errors import UnprovedCallError
 from tpplan.plan import CompileError
 
 PLAN = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}

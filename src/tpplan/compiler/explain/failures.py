@@ -128,9 +128,12 @@ def _of_placement(here: Instance, failure: Failure, trace: Trace, binding: Bindi
         return _packed(here, node, bound, split)
     if split is not None and node.is_a("reshape") and refusal.kind == "no-rule" and _heads_of(here, node, split) > 1:
         return _heads(here, node, bound, split, size)
+    hidden = node.is_a("largest", "smallest") and any(
+        b.name == REENTRANT for f in trace.root.walk() for b in f.backwards
+    )
     return _finding("TP107", bound, module, node.location,
         f"the body of {module} can't run on local shards: {node.name} {refusal.reason}{_shares(here.region, split)}",
-        _way_out(bound, module, refusal, option, parameter),
+        (_REENTERED if hidden else "") + _way_out(bound, module, refusal, option, parameter),
         _operands(here.region, refusal),
         option=option,
     )  # fmt: skip
