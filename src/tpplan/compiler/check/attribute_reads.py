@@ -20,6 +20,7 @@ from tpplan.compiler.ir.trace import Trace
 from tpplan.compiler.trace.capture import Capture, record
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.skeleton import make_skeleton
+from tpplan.compiler.trace.surroundings import Surroundings
 
 
 def attributes_read(
@@ -28,17 +29,15 @@ def attributes_read(
     """The counts of `module` that a run on whole tensors reads; all of them if none can be told from another."""
     known = frozenset(name for name, _ in integer_attributes(dict(named_modules(model))[module]))
     read: set[str] = set()
+    around = Surroundings(model)
     try:
         skeleton = make_skeleton(model)
         _watch(dict(named_modules(skeleton.model))[module], known, read.add)
-        record(
-            skeleton,
-            arguments,
-            keywords,
-            Capture(Recorder(trace.settings), leaves=False),
-        )
+        record(skeleton, arguments, keywords, Capture(Recorder(trace.settings), leaves=False), around)
     except Exception:  # a class that can't be derived from, or a body that looks at classes: nothing is known then
         return known
+    finally:
+        around.restore()
     return frozenset(read)
 
 

@@ -45,9 +45,14 @@ def is_plain(held: object) -> bool:
     return type(held) in _PLAIN
 
 
+@functools.lru_cache(maxsize=4096)
+def _is_closed(kind: type[Any]) -> bool:
+    return issubclass(kind, (Tensor, *_CLOSED))
+
+
 def members(held: object) -> Iterator[tuple[str, Any]]:
     """What an object holds that is no tensor: items, attributes, slots, or what a function closes over."""
-    if type(held) in _PLAIN or isinstance(held, (Tensor, *_CLOSED)):
+    if type(held) in _PLAIN or _is_closed(type(held)):
         return
     if isinstance(held, dict):  # as it is stored, whatever its class makes of it
         yield from ((repr(key), item) for key, item in dict.items(held))  # pyright: ignore
