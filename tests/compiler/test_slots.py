@@ -25,10 +25,11 @@ class Kept:
 
 
 class Slotted:
-    __slots__ = ("count",)
+    __slots__ = ("__dict__", "count")
 
     def __init__(self) -> None:
         self.count = 0
+        self.first = True
 
 
 TABLE: dict[str, Any] = {"a": 1, "inner": {"b": 2}}
@@ -59,6 +60,11 @@ def put_another() -> None:
     BY_TENSOR[torch.ones(3)] = 2
 
 
+def rename() -> None:
+    held = vars(IN_A_TABLE["slotted"])
+    held["second"] = held.pop("first")
+
+
 def count() -> None:
     global NUMBER
     NUMBER += 1
@@ -79,6 +85,7 @@ CHANGES: dict[str, tuple[Callable[[], object], str]] = {
     "what a tuple holds": (lambda: IN_A_TUPLE[0].append(1), f"IN_A_TUPLE[0]{LENGTH}"),
     "a namespace": (lambda: setattr(IN_A_TUPLE[1], "count", IN_A_TUPLE[1].count + 1), "IN_A_TUPLE[1].count"),
     "slots": (lambda: setattr(IN_A_TABLE["slotted"], "count", 1 + IN_A_TABLE["slotted"].count), "['slotted'].count"),
+    "names beside slots": (rename, "['slotted'].second"),
     "what a function closes over": (lambda: IN_A_TABLE["call"]().append(1), f"['call'].held{LENGTH}"),
     "a tensor": (lambda: TENSORS.update(new=torch.ones(len(TENSORS) + 1)), "TENSORS['new']"),
 }

@@ -260,7 +260,7 @@ def _members(held: Any) -> list[Any]:
 
 def _in_slots(held: Any, names: tuple[str, ...], has_dict: bool) -> list[Any]:
     found = [getattr(held, name, _UNSET) for name in names]
-    return [*found, *vars(held).values()] if has_dict else found
+    return [*found, *vars(held), *vars(held).values()] if has_dict else found
 
 
 __all__ = ["FEW", "LENGTH", "AroundSlots", "Slot", "Slots", "hook_name", "slots_of"]
