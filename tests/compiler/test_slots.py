@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -32,13 +32,34 @@ class Slotted:
         self.first = True
 
 
+class Pairs(MutableMapping[str, int]):
+    """A table of the user's own, which keeps its names where nobody looks."""
+
+    kept: ClassVar = bytearray(b"a")
+
+    def __getitem__(self, name: str) -> int:
+        return self.kept.index(name.encode())
+
+    def __setitem__(self, name: str, value: int) -> None:
+        self.kept[value] = ord(name)
+
+    def __delitem__(self, name: str) -> None:
+        self.kept.remove(ord(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.kept.decode())
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+
 TABLE: dict[str, Any] = {"a": 1, "inner": {"b": 2}}
 LIST: list[Any] = [1, [2]]
 QUEUE = deque([1, 2])
 KEPT = Kept()
 BY_TENSOR: dict[Tensor, int] = {torch.zeros(3): 1}
 IN_A_TUPLE = ([0], SimpleNamespace(count=0))
-IN_A_TABLE: dict[str, Any] = {"slotted": Slotted(), "call": (lambda held: lambda: held)([0])}
+IN_A_TABLE: dict[str, Any] = {"slotted": Slotted(), "pairs": Pairs(), "call": (lambda held: lambda: held)([0])}
 TENSORS: dict[str, Tensor] = {}
 NUMBER = 0
 
@@ -86,6 +107,7 @@ CHANGES: dict[str, tuple[Callable[[], object], str]] = {
     "a namespace": (lambda: setattr(IN_A_TUPLE[1], "count", IN_A_TUPLE[1].count + 1), "IN_A_TUPLE[1].count"),
     "slots": (lambda: setattr(IN_A_TABLE["slotted"], "count", 1 + IN_A_TABLE["slotted"].count), "['slotted'].count"),
     "names beside slots": (rename, "['slotted'].second"),
+    "names of a table of the user's": (lambda: IN_A_TABLE["pairs"].update(b=0), "['pairs'].b"),
     "what a function closes over": (lambda: IN_A_TABLE["call"]().append(1), f"['call'].held{LENGTH}"),
     "a tensor": (lambda: TENSORS.update(new=torch.ones(len(TENSORS) + 1)), "TENSORS['new']"),
 }

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import is_
@@ -255,7 +256,7 @@ class _Collector:
 
 
 def _members(held: Any) -> list[Any]:
-    return [inner for _, inner in members(held)]
+    return [part for name, inner in members(held) for part in (sys.intern(name), inner)]
 
 
 def _in_slots(held: Any, names: tuple[str, ...], has_dict: bool) -> list[Any]:
