@@ -76,6 +76,24 @@ class Model(nn.Module):
         return self.up(x)
 
 
+def counting() -> Callable[[], object]:
+    count = 0
+
+    def more() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    return more
+
+
+MORE = counting()
+
+
+def noting(held: list[Any] = [0]) -> list[Any]:  # noqa: B006
+    return held
+
+
 def put_another() -> None:
     BY_TENSOR.clear()
     BY_TENSOR[torch.ones(3)] = 2
@@ -106,6 +124,9 @@ CHANGES: dict[str, tuple[Callable[[], object], str]] = {
     "what a tuple holds": (lambda: IN_A_TUPLE[0].append(1), f"IN_A_TUPLE[0]{LENGTH}"),
     "a namespace": (lambda: setattr(IN_A_TUPLE[1], "count", IN_A_TUPLE[1].count + 1), "IN_A_TUPLE[1].count"),
     "slots": (lambda: setattr(IN_A_TABLE["slotted"], "count", 1 + IN_A_TABLE["slotted"].count), "['slotted'].count"),
+    "what a function of the file closes over": (lambda: MORE(), "more.count"),
+    "what a default holds": (lambda: noting().append(1), f"noting.__defaults__[0]{LENGTH}"),
+    "a function's attribute": (lambda: setattr(noting, "count", 1), "noting.count"),
     "names beside slots": (rename, "['slotted'].second"),
     "names of a table of the user's": (lambda: IN_A_TABLE["pairs"].update(b=0), "['pairs'].b"),
     "what a function closes over": (lambda: IN_A_TABLE["call"]().append(1), f"['call'].held{LENGTH}"),

@@ -130,6 +130,8 @@ def _outside(around: Surroundings) -> _Outside:
         for (name, space), held in zip(around.spaces, values, strict=True):
             for leaf, item in held.items():
                 collector.collect(f"{name}.{leaf}", item, space, leaf, Space.set)
+        for function in around.functions:
+            collector.collect(f"{function.__module__}.{function.__qualname__}", function)
         known = around.remembered[_outside] = _Outside(values, collector)
     return known
 
@@ -216,11 +218,13 @@ class _Collector:
         names, has_dict = slot_names(kind), hasattr(held, "__dict__")
         if issubclass(kind, (list, deque, set, dict)):
             self.containers.append(held)
-        elif issubclass(kind, (tuple, frozenset)) or not (
-            held.__closure__ if kind is FunctionType else names or has_dict
-        ):
+        elif kind is FunctionType:
+            self.containers += [vars(held), held.__kwdefaults__ or {}]
+            if held.__closure__:
+                self.looks.append(functools.partial(_members, held))
+        elif issubclass(kind, (tuple, frozenset)) or not (names or has_dict):
             return
-        elif issubclass(kind, (FunctionType, MethodType, functools.partial)) or shown_items(held) is not None:
+        elif issubclass(kind, (MethodType, functools.partial)) or shown_items(held) is not None:
             self.looks.append(functools.partial(_members, held))
         elif names:
             self.looks.append(functools.partial(_in_slots, held, names, has_dict))
@@ -234,6 +238,12 @@ class _Collector:
         elif kind is FunctionType:
             for leaf, cell in zip(held.__code__.co_freevars, held.__closure__ or (), strict=False):
                 self._collect_cell(f"{name}.{leaf}", cell)
+            for i, inner in enumerate(held.__defaults__ or ()):
+                self.collect(f"{name}.__defaults__[{i}]", inner)
+            tables: Any = (held.__kwdefaults__ or {}, vars(held))  # pyright: ignore
+            for own in tables:
+                for leaf, inner in own.items():
+                    self.collect(f"{name}.{leaf}", inner, own, leaf, operator.setitem)
         elif issubclass(kind, dict):
             for key, inner in held.items():
                 self.collect(f"{name}[{key!r}]", inner, held, key, operator.setitem)

@@ -107,11 +107,14 @@ class _Noted:
         for _, values in self._bound:
             for held in values.values():
                 self._note(held)
+        self.own_functions = [function for function in self.functions() if is_users(function.__module__)]
         for function in self.functions():
-            for held in (vars(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            own = (vars(function), function.__kwdefaults__)
+            for held in (*own, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
                 if type(held) in CONTAINERS:
                     self._note(held)
         self._undo = [undo for held in self._named() if (undo := self._way_back(held)) is not None]
+        self._undo += [undo for function in self.own_functions for undo in self._cells_back(function)]
         self._contents = Contents(held for held, _ in (*self._tables, *self._stores))
 
     def _named(self) -> Iterator[object]:
@@ -141,6 +144,14 @@ class _Noted:
             named = {name: getattr(held, name) for name in slots_of(kind) if hasattr(held, name)}
             return (lambda: [object.__setattr__(held, *item) for item in named.items()]) if named else None
         return None
+
+    def _cells_back(self, function: FunctionType) -> Iterator[Callable[[], object]]:
+        """How to put back what a function closes over; notes what that holds."""
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # not filled yet
+                before = cell.cell_contents
+                self._note(before)
+                yield functools.partial(setattr, cell, "cell_contents", before)
 
     def _note(self, held: object) -> None:
         """Remember what a container holds, and what those in it do; and the numbers of a small tensor."""
@@ -219,6 +230,7 @@ class Surroundings:
         self._model = model
         self._noted = _looked_through(_own_kinds({type(module) for _, module in named_modules(model)}), model)
         self.spaces, self.files, self.values = self._noted.spaces, self._noted.files, self._noted.values
+        self.functions = self._noted.own_functions
         self.remembered = self._noted.remembered  # of what was looked through once, by who has
         self.caches = {id(cache): cache for cache in (*self._noted.caches, *_caches_in(model))}
         self._entries = {key: cache.cache_info() for key, cache in self.caches.items()}
