@@ -26,7 +26,7 @@ from tests.runtime.world import Member, world
 from tpplan.checkpoint import loading, reading
 from tpplan.checkpoint.assembled import assembled, reads
 from tpplan.checkpoint.dequantised import raw
-from tpplan.checkpoint.files import SINGLE
+from tpplan.checkpoint.files import SINGLE, CheckpointError
 from tpplan.checkpoint.formats import dequantised
 from tpplan.checkpoint.header import read_header
 from tpplan.checkpoint.loading import Loaded
@@ -34,7 +34,9 @@ from tpplan.checkpoint.meter import Meter
 from tpplan.checkpoint.ranges import elements
 from tpplan.checkpoint.reading import Files
 from tpplan.checkpoint.sketch import Sketch
+from tpplan.checkpoint.stored import read_checkpoint
 from tpplan.compat.dtensors import local_of
+from tpplan.hf.quantised import as_plain
 from tpplan.plan import PlanError
 
 pytestmark = pytest.mark.processes
@@ -209,6 +211,24 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         r"help: .*`dequantize\(\)`",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("said", "shape", "expected"),
+    [
+        ({"config_groups": {"a": {"weights": {"num_bits": "four"}}}}, [384, 256], "at no bits each"),
+        ({"format": ["dense"]}, [384, 256], r"in the format \['dense'\]"),
+        ({"sparsity_config": "2:4"}, [384, 256], "sparse, in the format 2:4"),
+        ({}, [], r"isn't \[\] at 4 bits"),
+        ({}, [384], r"isn't \[384\] at 4 bits"),
+    ],
+)
+def test_what_is_malformed_is_told(tmp_path: Path, said: Any, shape: list[int], expected: str) -> None:
+    folder = write("llama", "int4", tmp_path)
+    change(tmp_path, quantization_config=_COMPRESSED | said)
+    _held(tmp_path, lambda h: h.update({f"{_GATE}_shape": torch.tensor(shape, dtype=torch.int64)}))
+    with pytest.raises(CheckpointError, match=expected):
+        as_plain(read_checkpoint(folder), True, Meter())
 
 
 def _tries(member: Member, folder: str, asked: bool) -> str:

@@ -250,7 +250,7 @@ def _packed_shape(parts: StoredWeight) -> tuple[tuple[int, ...], int]:
     if "_shape" not in parts.others:
         raise _MisfitError(f"there is no `{parts.name}_shape`, which says how many numbers `{codes.name}` holds")
     shape = tuple(parts.numbers(parts.others["_shape"]))
-    fit = [bits for bits in every if codes.shape == (*shape[:-1], -(-shape[-1] * bits // 32))]
+    fit = [bits for bits in every if shape[1:] and codes.shape == (*shape[:-1], -(-shape[-1] * bits // 32))]
     if codes.dtype != "I32" or len(fit) != 1 or fit[0] not in _BITS:
         bits = " or ".join(map(str, sorted(every))) or "no"
         raise _MisfitError(
@@ -322,22 +322,23 @@ def _schemes(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _bits_of(config: Mapping[str, Any]) -> set[int]:
-    integers = [held for held in _schemes(config) if held.get("type", "int") == "int"]
-    return {int(held.get("num_bits", 8)) for held in integers}
+    every = [held.get("num_bits", 8) for held in _schemes(config) if held.get("type", "int") == "int"]
+    return {bits for bits in every if isinstance(bits, int)}
 
 
 def _compressed_refusal(config: Mapping[str, Any]) -> str | None:
     formats = [config.get("format"), *(group.get("format") for group in _groups(config))]
-    strange = dict.fromkeys(str(held) for held in formats if held is not None and held not in _COMPRESSED)
+    strange = dict.fromkeys(str(held) for held in formats if held is not None and str(held) not in _COMPRESSED)
     sparse: Any = config.get("sparsity_config") or {}
+    sparse = sparse.get("format", "dense") if isinstance(sparse, dict) else sparse
     if strange:
         return f"in the format {' and '.join(strange)}"
     if not _schemes(config):
         return "by a config that names no scheme (`config_groups`)"
     if not all(_is_block(held.get("block_structure")) for held in _schemes(config)):
         return "by a config with a `block_structure` that isn't two sizes"
-    if sparse.get("format", "dense") != "dense":
-        return f"sparse, in the format {sparse['format']}"
+    if sparse != "dense":
+        return f"sparse, in the format {sparse}"
     return "with weights that are rotated (`transform_config`)" if config.get("transform_config") else None
 
 

@@ -40,9 +40,11 @@ def put_weights(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, Any
         raise problem(message, "pip install 'tpplan[torchao]'") from None
     stored = checkpoint.tensors.items()
     empty = {name: torch.empty(held.shape, dtype=held.torch_dtype, device="meta") for name, held in stored}
+    configs: Any = importlib.import_module("transformers.quantizers.auto")
     try:
+        config = configs.AutoQuantizationConfig.from_dict(dict(said))
         made: dict[str, Tensor] = support.unflatten_tensor_state_dict(empty, dict(checkpoint.metadata))[0]
-    except Exception as error:  # what the metadata says is made into objects
+    except Exception as error:  # what the config and the metadata say is made into objects
         message = f"torchao can't make the weights that `{checkpoint.path}` describes: {first_line(error)}"
         raise problem(message, "use the torchao that wrote it") from None
     parameters = dict(model.named_parameters())
@@ -63,8 +65,8 @@ def put_weights(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, Any
     for name, held in weights.items():
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(held, requires_grad=False))
-    configs: Any = importlib.import_module("transformers.quantizers.auto")
-    model.config.quantization_config = configs.AutoQuantizationConfig.from_dict(dict(said))  # pyright: ignore
+    if hasattr(model, "config"):  # the command takes any module
+        model.config.quantization_config = config  # pyright: ignore
     return json.dumps(dict(checkpoint.metadata), sort_keys=True)
 
 
