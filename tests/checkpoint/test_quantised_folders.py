@@ -158,6 +158,16 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         rf"1 of (.|\n)*`{_GATE}` has no scales",
     ),
     "no codes": ("fp8", lambda f: _held(f, lambda h: h.pop(_GATE)), rf"`{_GATE}_scale_inv` has no codes"),
+    "more scales": (
+        "fp8",
+        lambda f: _held(f, lambda h: h.update({f"{_GATE}_global_scale": torch.ones(1)})),
+        rf"`{_GATE}_global_scale` is there beside the codes and scales of `{_GATE}`",
+    ),
+    "numbers, too": (
+        "int4",
+        lambda f: _held(f, lambda h: h.update({_GATE: torch.ones(384, 256)})),
+        rf"`{_GATE}` is there beside the codes and scales of `{_GATE}`",
+    ),
     "fewer scales": (
         "fp8",
         lambda f: _held(f, lambda h: h.update({f"{_GATE}_scale_inv": torch.ones(2, 3)})),

@@ -125,22 +125,24 @@ def dequantised(tensors: Sources, config: Mapping[str, Any], meter: Meter) -> di
                 found[name] = kind.weight(parts)
             except _MisfitError as error:
                 wrong.append(f"`{name}`: {error}")
-    found |= {name: held for name, held in left.items() if not re.fullmatch(kind.idle, name)}
-    wrong += [f"`{name}` has no {lack}" for name, held in found.items() if (lack := _lack(kind, name, held))]
+    plain = {name: held for name, held in left.items() if not re.fullmatch(kind.idle, name)}
+    wrong += [f"`{name}` {fault}" for name, held in plain.items() if (fault := _fault(kind, name, held, found))]
     if wrong:
         message = f"{len(wrong)} of the checkpoint's quantised weights can't be dequantised"
         notes = wrong if len(wrong) <= _SHOWN else [*wrong[:_SHOWN], f"and {len(wrong) - _SHOWN} more"]
         raise CheckpointError([finding(message, "complete the checkpoint: copy or download it again", *notes)])
-    return found
+    return found | plain
 
 
-def _lack(kind: WeightFormat, name: str, held: Source) -> str | None:
-    """What a tensor that is no part of a weight should have been one with; None if it stands for itself."""
-    if isinstance(held, Dequantised):
-        return None
+def _fault(kind: WeightFormat, name: str, held: Source, made: Sources) -> str | None:
+    """Why a tensor that is no part of a weight should be one; None if it stands for itself."""
+    owner = re.sub(r"(\.weight)_[^.]+", r"\1", name)
+    if owner in made:
+        return f"is there beside the codes and scales of `{owner}`, which have no use for it"
     if held.dtype in _FLOAT8 or any(more and name.endswith(more) for more in kind.codes):
-        return "scales"
-    return "codes" if any(re.fullmatch(p, name) for p, _ in kind.scales if not p.endswith(r"\.scale")) else None
+        return "has no scales"
+    unused = any(re.fullmatch(p, name) for p, _ in kind.scales if not p.endswith(r"\.scale"))
+    return "has no codes" if unused else None
 
 
 # --- The weights ------------------------------------------------------------------------------------------------------
