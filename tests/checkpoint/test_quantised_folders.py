@@ -38,6 +38,7 @@ from tpplan.checkpoint.stored import read_checkpoint
 from tpplan.compat.dtensors import local_of
 from tpplan.hf.quantised import as_plain
 from tpplan.plan import PlanError
+from tpplan.runtime.parameters.pieces import whole_box
 
 pytestmark = pytest.mark.processes
 
@@ -77,6 +78,44 @@ def test_any_box_of_a_weight_is_read(tmp_path: Path, way: str, chunk: int, monke
         assert meter.bytes == sum(one.bytes_of(elements(inside)) for one, inside in raw(found))
         numbers = sum(math.prod(box.sizes) for box in boxes)
         assert meter.bytes <= 2 * numbers + 8 * sum(sum(box.sizes) for box in boxes) + 64, (meter.bytes, numbers)
+
+
+def _weight(folder: Path, codes: Tensor, scales: Tensor, config: dict[str, Any]) -> Any:
+    """A weight of these codes, as tpplan reads it."""
+    more = "_scale_inv" if config["quant_method"] == "fp8" else "_scale"
+    save_file({"x.weight": codes, f"x.weight{more}": scales}, folder / SINGLE)
+    stored = {held.name: held for held in read_header(folder / SINGLE, Meter()).tensors}
+    return dequantised(stored, config, Meter())["x.weight"]
+
+
+def _integers(**weights: Any) -> dict[str, Any]:
+    return {"weights": {"num_bits": 8, "type": "int"} | weights}
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "scales", "blocks"),
+    [
+        ({"quant_method": "fp8"}, torch.float8_e4m3fn, (3, 3), (128, 128)),
+        ({"quant_method": "fp8", "weight_block_size": None}, torch.float8_e4m3fn, (3, 3), (100, 100)),
+        ({"config_groups": {"a": _integers(group_size=128)}}, torch.int8, (300, 3), (1, 128)),
+        (
+            {"config_groups": {"a": _integers(block_structure=[128, 128]), "b": _integers(block_structure=[64, 32])}},
+            torch.int8,
+            (5, 10),
+            (64, 32),
+        ),
+    ],
+    ids=str,
+)
+def test_blocks_are_the_configs(
+    tmp_path: Path, config: dict[str, Any], kind: torch.dtype, scales: tuple[int, int], blocks: tuple[int, int]
+) -> None:
+    codes, held = torch.ones(300, 300).to(kind), torch.arange(1.0, 1 + math.prod(scales)).view(scales)
+    weight = _weight(tmp_path, codes, held, {"quant_method": "compressed-tensors"} | config)
+    numbers, boxes = torch.empty(300, 300), whole_box((300, 300))
+    with Files(Meter()) as files:
+        assert files.fill(numbers, boxes, weight)
+    assert torch.equal(numbers, held.repeat_interleave(blocks[0], 0).repeat_interleave(blocks[1], 1)[:300, :300])
 
 
 def _loads(member: Member, folder: str, plan: str, options: dict[str, Any]) -> tuple[int, int, int]:

@@ -37,6 +37,8 @@ _FLOATS = {"F16", "BF16", "F32", "F64"}
 _FLOAT8 = {"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
 _EXPONENTS = {"U8", "F8_E8M0"}
 _BITS = (2, 4, 8)
+_USUAL_BLOCK = (128, 128)
+"""Of `fp8`, where the config doesn't say it."""
 
 
 class _MisfitError(Exception):
@@ -154,10 +156,12 @@ def _fp8_weight(parts: StoredWeight) -> Dequantised:
     The blocks are the config's, where as many scales are there. Where the last block of a dim isn't full, transformers
     divides the dim evenly when it dequantises, and by the config's blocks when it doesn't.
     """
-    codes, blocks = parts.codes, parts.config.get("weight_block_size") or ()
+    codes, blocks = parts.codes, parts.config.get("weight_block_size", _USUAL_BLOCK)
     ingredient = _packed(codes, 2, _pairs) if codes.dtype == "I8" else _plain(codes, _FLOAT8, torch.float32)
     shape = _numbers_of(ingredient)
-    return _made(parts.name, shape, ingredient, _grid(shape, parts.scales, _scale_decoder(parts.scales), blocks))
+    return _made(
+        parts.name, shape, ingredient, _grid(shape, parts.scales, _scale_decoder(parts.scales), [blocks or ()])
+    )
 
 
 def _mxfp4_weight(parts: StoredWeight) -> Dequantised:
@@ -188,7 +192,7 @@ def _compressed_weight(parts: StoredWeight) -> Dequantised:
         ingredient = _packed(codes, 32 // bits, partial(_integers, bits=bits, dim=-1, dtype=dtype))
     else:
         shape, ingredient = codes.shape, _plain(codes, _FLOAT8 | {"I8"}, dtype)
-    blocks = next((held["block_structure"] for held in _schemes(parts.config) if held.get("block_structure")), ())
+    blocks = [_blocks_of(held) for held in _schemes(parts.config)]
     made = [_grid(shape, scales, partial(_cast, dtype=dtype), blocks)]
     if zeros is not None and bits and zeros.dtype == "I32":
         of_rows = made[0].steps[-1]
@@ -229,10 +233,11 @@ def _numbers_of(codes: Ingredient) -> tuple[int, ...]:
 
 
 def _grid(
-    shape: Sequence[int], stored: Stored, decode: Callable[[Tensor], Tensor], blocks: Sequence[int] = ()
+    shape: Sequence[int], stored: Stored, decode: Callable[[Tensor], Tensor], every: Sequence[Sequence[int]] = ((),)
 ) -> Ingredient:
-    """Scales or zero points of blocks: the config's, where as many are there, else of equal ones."""
+    """Scales or zero points of blocks: some of the config's, where as many are there, else of equal ones."""
     counts = stored.shape if math.prod(stored.shape) != 1 else (1,) * len(shape)
+    blocks = next((sizes for sizes in every if sizes and _fit(shape, counts, sizes)), every[0])
     wanted = (*[0] * (len(shape) - len(blocks)), *blocks) if len(blocks) <= len(shape) else (0,) * len(shape)
     steps: list[int] = []
     for whole, count, block in zip(shape, counts, wanted, strict=False):
@@ -244,6 +249,12 @@ def _grid(
         of_blocks = f" in blocks of {'×'.join(map(str, blocks))}" if blocks else ""
         raise _MisfitError(f"{_told(stored)}, which isn't a number for each block of {list(shape)}{of_blocks}")
     return Ingredient(replace(stored, shape=counts), tuple(steps), decode)
+
+
+def _fit(shape: Sequence[int], counts: Sequence[int], blocks: Sequence[int]) -> bool:
+    """Whether so many blocks of these sizes, along the last dims, hold a shape."""
+    last = zip(reversed(shape), reversed(counts), reversed(blocks), strict=False)
+    return all(count == -(-whole // size) for whole, count, size in last)
 
 
 def _packed_shape(parts: StoredWeight) -> tuple[tuple[int, ...], int]:
@@ -326,6 +337,11 @@ def _schemes(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _bits_of(config: Mapping[str, Any]) -> set[int]:
     every = [held.get("num_bits", 8) for held in _schemes(config) if held.get("type", "int") == "int"]
     return {bits for bits in every if isinstance(bits, int)}
+
+
+def _blocks_of(scheme: Mapping[str, Any]) -> Sequence[int]:
+    size: Any = scheme.get("group_size")
+    return scheme.get("block_structure") or ((1, size) if isinstance(size, int) and size > 0 else ())
 
 
 def _compressed_refusal(config: Mapping[str, Any]) -> str | None:
