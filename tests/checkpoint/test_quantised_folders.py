@@ -118,6 +118,13 @@ def test_blocks_are_the_configs(
     assert torch.equal(numbers, held.repeat_interleave(blocks[0], 0).repeat_interleave(blocks[1], 1)[:300, :300])
 
 
+@pytest.mark.parametrize(("kind", "said"), [(torch.int8, "float"), (torch.float8_e4m3fn, "int")], ids=str)
+def test_codes_are_of_the_dtype_that_the_config_says(tmp_path: Path, kind: torch.dtype, said: str) -> None:
+    config = {"quant_method": "compressed-tensors", "config_groups": {"a": _integers(type=said)}}
+    with pytest.raises(CheckpointError, match=r"`x.weight` is (I8|F8_E4M3) of shape \[4, 4\], which should be "):
+        _weight(tmp_path, torch.ones(4, 4).to(kind), torch.ones(4, 1), config)
+
+
 def _loads(member: Member, folder: str, plan: str, options: dict[str, Any]) -> tuple[int, int, int]:
     """Load on all ranks, and compare with the plain folder's stock model; the bytes that were read, and could be."""
     counted: list[Loaded] = []

@@ -157,22 +157,22 @@ def _fp8_weight(parts: StoredWeight) -> Dequantised:
     divides the dim evenly when it dequantises, and by the config's blocks when it doesn't.
     """
     codes, blocks = parts.codes, parts.config.get("weight_block_size", _USUAL_BLOCK)
-    ingredient = _packed(codes, 2, _pairs) if codes.dtype == "I8" else _plain(codes, _FLOAT8, torch.float32)
+    decode, count = (_pairs, 2) if codes.dtype == "I8" else (partial(_cast, dtype=torch.float32), 1)
+    ingredient = _codes(codes, _FLOAT8 | {"I8"}, decode, count)
     shape = _numbers_of(ingredient)
-    return _made(
-        parts.name, shape, ingredient, _grid(shape, parts.scales, _scale_decoder(parts.scales), [blocks or ()])
-    )
+    scales = _grid(shape, parts.scales, _scale_decoder(parts.scales), [blocks or ()])
+    return _made(parts.name, shape, ingredient, scales)
 
 
 def _mxfp4_weight(parts: StoredWeight) -> Dequantised:
     """Groups of 32 inputs, two numbers to a byte; the model has inputs before outputs."""
     codes, scales = parts.codes, parts.scales
-    if codes.dtype != "U8" or scales.dtype != "U8" or len(codes.shape) < 3:
+    if scales.dtype != "U8" or len(codes.shape) < 3:
         raise _MisfitError(f"{_told(codes)} and {_told(scales)}, which should be bytes in groups")
     if codes.shape[:-1] != scales.shape:
         raise _MisfitError(f"{_told(scales)}; {_told(codes)}, and a scale for each group is {list(codes.shape[:-1])}")
     *outer, groups, width = codes.shape
-    ingredient = _packed(replace(codes, shape=(*outer, groups * width)), 2, _pairs)
+    ingredient = _codes(replace(codes, shape=(*outer, groups * width)), {"U8"}, _pairs, 2)
     shape = _numbers_of(ingredient)
     order = (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2)
     return _made(parts.name, shape, ingredient, _grid(shape, scales, _powers), order=order)
@@ -189,9 +189,9 @@ def _compressed_weight(parts: StoredWeight) -> Dequantised:
     zeros, bits = others.get("_zero_point"), 0
     if codes.name.endswith("_packed"):
         shape, bits = _packed_shape(parts)
-        ingredient = _packed(codes, 32 // bits, partial(_integers, bits=bits, dim=-1, dtype=dtype))
+        ingredient = _codes(codes, {"I32"}, partial(_integers, bits=bits, dim=-1, dtype=dtype), 32 // bits)
     else:
-        shape, ingredient = codes.shape, _plain(codes, _FLOAT8 | {"I8"}, dtype)
+        shape, ingredient = codes.shape, _codes(codes, _kinds_of(parts.config), partial(_cast, dtype=dtype))
     blocks = [_blocks_of(held) for held in _schemes(parts.config)]
     made = [_grid(shape, scales, partial(_cast, dtype=dtype), blocks)]
     if zeros is not None and bits and zeros.dtype == "I32":
@@ -215,17 +215,11 @@ def _made(name: str, shape: Sequence[int], *ingredients: Ingredient, order: Sequ
 # --- Their parts ------------------------------------------------------------------------------------------------------
 
 
-def _plain(codes: Stored, kinds: set[str], dtype: torch.dtype) -> Ingredient:
-    if codes.dtype not in kinds or not codes.shape:
-        raise _MisfitError(f"{_told(codes)}, which should be {' or '.join(sorted(kinds))}")
-    return Ingredient(codes, (1,) * len(codes.shape), partial(_cast, dtype=dtype))
-
-
-def _packed(codes: Stored, count: int, decode: Callable[[Tensor], Tensor]) -> Ingredient:
-    """Codes of which so many lie in one entry, along the last dim."""
-    if not codes.shape:
-        raise _MisfitError(_told(codes))
-    return Ingredient(codes, (*[1] * (len(codes.shape) - 1), count), decode)
+def _codes(stored: Stored, kinds: set[str], decode: Callable[[Tensor], Tensor], count: int = 1) -> Ingredient:
+    """Codes of some dtypes, of which so many lie in one entry, along the last dim."""
+    if stored.dtype not in kinds or not stored.shape:
+        raise _MisfitError(f"{_told(stored)}, which should be {' or '.join(sorted(kinds)) or 'integers or float8'}")
+    return Ingredient(stored, (*[1] * (len(stored.shape) - 1), count), decode)
 
 
 def _numbers_of(codes: Ingredient) -> tuple[int, ...]:
@@ -344,11 +338,17 @@ def _blocks_of(scheme: Mapping[str, Any]) -> Sequence[int]:
     return scheme.get("block_structure") or ((1, size) if isinstance(size, int) and size > 0 else ())
 
 
+def _kinds_of(config: Mapping[str, Any]) -> set[str]:
+    """The dtypes that codes have which aren't packed: a float8's bits aren't read as an integer, nor the other way."""
+    types = [held.get("type", "int") for held in _schemes(config)]
+    return ({"I8"} if "int" in types else set[str]()) | (_FLOAT8 if "float" in types else set[str]())
+
+
 def _compressed_refusal(config: Mapping[str, Any]) -> str | None:
     formats = [config.get("format"), *(group.get("format") for group in _groups(config))]
     strange = dict.fromkeys(str(held) for held in formats if held is not None and str(held) not in _COMPRESSED)
     sparse: Any = config.get("sparsity_config") or {}
-    sparse = sparse.get("format", "dense") if isinstance(sparse, dict) else sparse
+    sparse = cast("dict[str, Any]", sparse).get("format", "dense") if isinstance(sparse, dict) else sparse
     if strange:
         return f"in the format {' and '.join(strange)}"
     if not _schemes(config):
