@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tpplan
 from tests.marking import in_turns, slow_but
-from tests.runtime.simulated import Call, worst
+from tests.runtime.simulated import Call, on_ranks, stepped, worst
 from tests.runtime.world import Member, world
 from tpplan.api import suggest_text
 from tpplan.plan import CompileError
@@ -310,3 +310,126 @@ class Hooked(InProducts):
 def test_a_record_has_no_hooks() -> None:
     with pytest.raises(CompileError, match="TP107"):
         tpplan.compile_plan(layers(Hooked, False), {"version": 1, "modules": ALONE[0]}, 2, tokens(2, 8)[0])
+
+
+class Keeping(torch.autograd.Function):
+    """Keeps what its backward alone reads, and makes what comes last in its results before the first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        sums = rounded(weight).sum(1)
+        made = rounded(x) @ rounded(weight).t()
+        ctx.save_for_backward(x, weight, weight > 0.01)
+        return made, sums
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, mask = ctx.saved_tensors
+        rows, gradient = x.flatten(0, 1), gradients[0].flatten(0, 1)
+        back = rounded(gradient) @ weight
+        return back.view_as(x), rounded(gradient).t() @ rounded(rows) * mask + gradients[1][:, None]
+
+
+class InKeeping(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        made, sums = Keeping.apply(input, self.weight)  # pyright: ignore
+        return made + sums
+
+
+def test_what_a_backward_alone_reads_is_kept() -> None:
+    calls = [tokens(2, 8), tokens(3, 16)]
+    assert max(worst(layers(InKeeping, False), ALONE[0], 2, calls[0], calls)) < 1e-12
+
+
+class InPlace(torch.autograd.Function):
+    """Writes to what is a view of a gradient, or a copy, by its strides."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Tensor:
+        rows = gradients[0].reshape(-1, gradients[0].shape[-1])
+        return rows.div(rows.abs().max()).mul_(2).reshape(gradients[0].shape)
+
+
+class Turned(Rounded):
+    """The gradient of what is rounded comes back with other strides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.rounds(functional.gelu(self.up(x))).transpose(0, 1)).transpose(0, 1)
+
+
+class Calling(Rounded):
+    def __init__(self) -> None:
+        super().__init__(by_tensor, WIDE)
+        self.act = nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(ByCall.apply(self.up(x), self.act))  # pyright: ignore
+
+
+class ByCall(torch.autograd.Function):
+    """Makes its result by a call of a module."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor, act: nn.Module) -> Tensor:
+        return act(x)
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] / gradients[0].abs().max(), None
+
+
+WIDE = 2048  # so that features cost more to gather than a number
+
+
+@pytest.mark.parametrize(("inner", "gathered"), [(Calling, 1), (lambda: Turned(InPlace.apply, WIDE), 2)])
+def test_backwards_are_attached_to_results_of_calls_and_none_that_write(
+    inner: Callable[[], nn.Module], gathered: int
+) -> None:
+    torch.manual_seed(0)
+    model, call = Around(inner()).double(), tokens(4, 32)
+    program = tpplan.compile_plan(model, {"version": 1, "modules": RULES}, 2, call[0])
+    assert program.count_collectives() == {"all-gather": gathered, "all-reduce": 2}
+    assert max(worst(model, RULES, 2, call, [call])) < 1e-11
+
+
+class Noted(torch.autograd.Function):
+    """Writes the largest entry of its gradient to a buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, largest: Tensor) -> Tensor:
+        ctx.largest = largest
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        largest = gradients[0].abs().max()
+        ctx.largest.copy_(largest)
+        return gradients[0] / largest, None
+
+
+class Delayed(Rounded):
+    largest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(by_tensor, WIDE)
+        self.register_buffer("largest", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(Noted.apply(functional.gelu(self.up(x)), self.largest))  # pyright: ignore
+
+
+def test_what_a_backward_writes_to_a_buffer_is_that_of_all_ranks() -> None:
+    torch.manual_seed(0)
+    model, call = Around(Delayed()).double(), tokens(4, 32)
+
+    def left(own: nn.Module, _: object) -> Tensor:
+        stepped(own, call)
+        return own.get_submodule("inner").largest  # pyright: ignore
+
+    found = on_ranks(model, RULES, 2, call, left)
+    for largest in found:
+        assert_close(largest, left(model, None))

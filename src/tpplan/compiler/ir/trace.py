@@ -159,6 +159,7 @@ class BackwardGraph:
         saved: the values of the forward that it reads.
         results: the gradients that it makes; None for one that it doesn't.
         failure: why there is no record of it; empty if there is.
+        writes: whether it writes to what outlasts it, such as a buffer.
     """
 
     values: tuple[Value, ...]
@@ -167,6 +168,7 @@ class BackwardGraph:
     saved: tuple[int, ...]
     results: tuple[int | None, ...]
     failure: str = ""
+    writes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,14 +255,14 @@ class Frame:
 
 
 def made_inside(frame: Frame, gradless: Set[int]) -> set[int]:
-    """What functions with a backward of their own make in a body: their results, and all that these are made of inside.
+    """What functions with a backward of their own make in a body: their results, what they keep, and what these are of.
 
     Args:
         frame: a call.
         gradless: what was made with gradients off, as a function's forward is run.
     """
     functions = [held for held in frame.backwards if not held.is_hook]
-    found = {value for held in functions for value in held.outputs if value in gradless}
+    found = {value for held in functions for value in (*held.outputs, *held.saved) if value in gradless}
     for node in reversed(frame.body):
         if isinstance(node, Operation) and not found.isdisjoint(node.outputs):
             found.update(value for value in node.inputs if value in gradless)

@@ -111,6 +111,8 @@ def own_backward(
         ReplayError: an operation can't run on shards that lie so.
     """
     graph = held.graph
+    if graph.writes or any(schema_mutates(node.target) for node in graph.body):
+        raise ReplayError(f"{held.name} writes to what outlasts it, or is a view or a copy by a gradient's strides")
     alone = replace(trace, root=Frame("", 0, (), (), graph.body), values=graph.values)
     steps = local_steps(alone, Settled(found.layouts, {}, found.moves), size, rank, exchanges)
     given = {*graph.arriving, *graph.saved, *(output for node in graph.body for output in node.outputs)}

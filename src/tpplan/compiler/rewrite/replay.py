@@ -184,23 +184,34 @@ class Replay:
         sources |= dict.fromkeys(made_by_call - sources.keys())
         unread = own - read - sources.keys() - {*sources.values()}
         steps: list[Run | ScriptCall] = []
-        waiting = [*self._functions(trace, settled, rules)]
+        waiting = [
+            (needed, run) for needed, run in self._functions(trace, settled, rules) if not own.isdisjoint(run.outputs)
+        ]
+        missing = {value for node in trace.root.body for value in _results(node)}
         for node in local_steps(trace, settled, self._size, self._rank, self._exchanges):
             if isinstance(node, Run):
                 outputs = tuple(None if value in unread else value for value in node.outputs)
                 steps.append(replace(node, outputs=outputs))
-                steps += [held for held in waiting if held.outputs[-1] in outputs]
-                continue
-            args, kwargs = (state.arguments or {})[node.module, node.call]
-            results = tuple((c.path, c.target) for c in node.exits)
-            steps.append(ScriptCall(node.module, _referred(args, recorder), _referred(kwargs, recorder), results))
+            else:
+                args, kwargs = (state.arguments or {})[node.module, node.call]
+                results = tuple((c.path, c.target) for c in node.exits)
+                steps.append(ScriptCall(node.module, _referred(args, recorder), _referred(kwargs, recorder), results))
+            missing.difference_update(_results(node))
+            steps += [run for needed, run in waiting if missing.isdisjoint(needed)]
+            waiting = [(needed, run) for needed, run in waiting if not missing.isdisjoint(needed)]
+        if waiting:
+            raise ReplayError("a function in it keeps what its record doesn't make")
         entries = tuple((path, c.target) for c in trace.root.entries for path in (c.path, *c.aliases))
         return Script(
             entries, tuple(held.items()), tuple(constants), tuple(steps), _referred(result, recorder, sources)
         )
 
-    def _functions(self, trace: Trace, settled: Settled, rules: Propagator) -> Iterator[Run]:
-        """For each function with a backward of its own, the step that has gradients go back by that one's record."""
+    def _functions(self, trace: Trace, settled: Settled, rules: Propagator) -> Iterator[tuple[set[int], Run]]:
+        """For each function with a backward of its own, the step that has gradients go back by that one's record.
+
+        Yields:
+            the values that it needs, and the step.
+        """
         partial = frozenset(self._body.partial)
 
         def sums(value: int) -> bool | None:
@@ -223,7 +234,7 @@ class Replay:
             )
             own = own_backward(held, found, trace, self._size, self._rank, self._exchanges)
             made, saved, inputs = (tuple(map(Reference, values)) for values in (held.outputs, held.saved, held.inputs))  # pyright: ignore
-            yield Run(own.attach, (made, saved, *inputs), {}, held.outputs, shapes, False)
+            yield {*held.outputs, *held.saved}, Run(own.attach, (made, saved, *inputs), {}, held.outputs, shapes, False)
 
 
 class _BodyRecorder(Recorder):
@@ -280,15 +291,23 @@ def _read(trace: Trace) -> Iterator[int]:
     for node in trace.root.body:
         yield from node.inputs if isinstance(node, Operation) else (c.source for c in node.entries)
     yield from (c.source for c in trace.root.exits)
+    made = {*_made(trace)}
+    for held in trace.root.backwards:
+        if not held.is_hook and not made.isdisjoint(held.outputs):  # else nobody reads what the function makes
+            yield from (*held.saved, *held.outputs)
 
 
 def _made(trace: Trace) -> Iterator[int]:
     yield from (c.target for c in trace.root.entries)
     for node in trace.root.body:
-        if isinstance(node, Operation):
-            yield from (value for value in node.outputs if value is not None)
-        else:
-            yield from (c.target for c in node.exits)
+        yield from _results(node)
+
+
+def _results(node: Operation | Frame | Run) -> Iterator[int]:
+    if isinstance(node, Frame):
+        yield from (c.target for c in node.exits)
+    else:
+        yield from (value for value in node.outputs if value is not None)
 
 
 def _referred(held: Any, recorder: Recorder, instead: Mapping[int, int | None] | None = None) -> Any:

@@ -233,6 +233,8 @@ class _Writer:
     ) -> tuple[tuple[int, ...], BackwardGraph]:
         """The values of the forward that it reads, and the record, of which equal ones are one object."""
         body, made = _distinct(body, made)
+        own = {*arriving, *(value for node in body for value in node.outputs)}
+        writes = any(not own.issuperset(node.overwritten) for node in body)
         body = _needed(body, {value for value in made if value is not None})
         numbers: dict[int, int] = {}
         for value in arriving:
@@ -249,11 +251,18 @@ class _Writer:
         values = tuple(replace(self.recorder.values[old], identifier=new) for old, new in numbers.items())
         results = tuple(None if value is None else numbers[value] for value in made)
         places = tuple(numbers[value] for value in saved)
-        key = (tuple(map(_value_key, values)), tuple(map(_operation_key, renumbered)), len(arriving), places, results)
+        key = (
+            tuple(map(_value_key, values)),
+            tuple(map(_operation_key, renumbered)),
+            len(arriving),
+            places,
+            results,
+            writes,
+        )
         known = self._graphs.get(key)
         if known is None:
             starts = tuple(numbers[value] for value in arriving)
-            known = self._graphs[key] = BackwardGraph(values, renumbered, starts, places, results)
+            known = self._graphs[key] = BackwardGraph(values, renumbered, starts, places, results, writes=writes)
         return saved, known
 
 
