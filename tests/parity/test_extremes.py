@@ -433,3 +433,25 @@ def test_what_a_backward_writes_to_a_buffer_is_that_of_all_ranks() -> None:
     found = on_ranks(model, RULES, 2, call, left)
     for largest in found:
         assert_close(largest, left(model, None))
+
+
+class Counted(Product):
+    """Counts how often it runs backward where no module is."""
+
+    runs = 0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        Counted.runs += 1
+        return Product.backward(ctx, *gradients)
+
+
+class Counting(InProducts):
+    def forward(self, input: Tensor) -> Tensor:
+        return Counted.apply(input, self.weight, False)  # pyright: ignore
+
+
+def test_a_backward_that_puts_attributes_is_not_run_from_a_record() -> None:
+    model = layers(Counting)
+    with pytest.raises(tpplan.CompileError, match="TP107"):
+        tpplan.compile_plan(model, {"version": 1, "modules": PAIR}, 2, tokens(2, 8)[0])

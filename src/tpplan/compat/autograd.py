@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -62,6 +63,11 @@ def function_node(node: Any) -> FunctionNode:
         tuple((tuple(held.shape), held.dtype) for held in node._input_metadata),
         tuple((place, source, number) for place, (source, number) in zip(wanted, edges, strict=True)),
     )
+
+
+def backward_code(node: Any) -> CodeType | None:
+    """The code of a function's backward, where it is written in Python. For every torch."""
+    return getattr(getattr(node._forward_cls, "backward", None), "__code__", None)
 
 
 def is_reentrant_checkpoint(node: Any) -> bool:

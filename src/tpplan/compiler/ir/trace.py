@@ -159,7 +159,7 @@ class BackwardGraph:
         saved: the values of the forward that it reads.
         results: the gradients that it makes; None for one that it doesn't.
         failure: why there is no record of it; empty if there is.
-        writes: whether it writes to what outlasts it, such as a buffer.
+        writes: whether it writes to what outlasts it, such as a buffer or an attribute.
     """
 
     values: tuple[Value, ...]

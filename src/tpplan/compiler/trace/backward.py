@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat.autograd import FunctionNode, function_node, is_reentrant_checkpoint
+from tpplan.compat.autograd import FunctionNode, backward_code, function_node, is_reentrant_checkpoint
 from tpplan.compat.modes import Unwatched
 from tpplan.compat.symbols import expression_of
 from tpplan.compiler.ir.trace import (
@@ -33,6 +33,7 @@ from tpplan.compiler.ir.trace import (
 from tpplan.compiler.trace.gradient_flow import NotedFunction, NotedHook, UnrecordedError
 from tpplan.compiler.trace.random_draws import is_draw
 from tpplan.compiler.trace.recorder import Recorder
+from tpplan.compiler.trace.surroundings import written_by
 
 Call = tuple[str, int]
 REENTRANT = "the backward of an activation checkpoint with `use_reentrant=True`"
@@ -225,16 +226,22 @@ class _Writer:
         body = [node for node in aside.body if isinstance(node, Operation)]
         if recorder.gradients.twice:
             raise UnrecordedError("the forward differentiates a gradient again, and this one has no derivative")
-        saved, graph = self._graph(first, arriving, made, body)
+        code = backward_code(noted.node) if isinstance(noted, NotedFunction) else None
+        saved, graph = self._graph(first, arriving, made, body, code is not None and bool(written_by(code)[0]))
         return ForeignBackward(name, noted.location, inputs, outputs, saved, graph)
 
     def _graph(
-        self, first: int, arriving: tuple[int, ...], made: tuple[int | None, ...], body: list[Operation]
+        self,
+        first: int,
+        arriving: tuple[int, ...],
+        made: tuple[int | None, ...],
+        body: list[Operation],
+        writes: bool = False,
     ) -> tuple[tuple[int, ...], BackwardGraph]:
         """The values of the forward that it reads, and the record, of which equal ones are one object."""
         body, made = _distinct(body, made)
         own = {*arriving, *(value for node in body for value in node.outputs)}
-        writes = any(not own.issuperset(node.overwritten) for node in body)
+        writes = writes or any(not own.issuperset(node.overwritten) for node in body)
         body = _needed(body, {value for value in made if value is not None})
         numbers: dict[int, int] = {}
         for value in arriving:

@@ -248,7 +248,7 @@ class Surroundings:
         """By what functions around the model do: the names of what they put anew, and of what they put entries into."""
         names, filled = set[str](), set[str]()
         for function in self._noted.functions():
-            put, entered = _written_by(function.__code__)
+            put, entered = written_by(function.__code__)
             names |= put
             filled |= entered
         return names, filled
@@ -293,7 +293,7 @@ class Surroundings:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _written_by(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+def written_by(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """Of a function: the names that it puts anew, and those that it may put entries into."""
     instructions = [*dis.get_instructions(code)]
     put = {i.argval for i in instructions if i.opname in ("STORE_GLOBAL", "STORE_ATTR")}
@@ -534,4 +534,5 @@ __all__ = [
     "is_users",
     "other_files",
     "same_files",
+    "written_by",
 ]
