@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tpplan.compat.subclasses import takes_apart
 from tpplan.state.ambient import without_noting
 from tpplan.state.content import ContentValue, Identity, Reader
 from tpplan.state.parts import PLAIN, UnseenError, functions_in, is_library, is_premise, names_in
@@ -205,10 +206,14 @@ def _is_premise(held: object, of_library: bool) -> bool:
 def marks_on(tensor: Tensor, reads: Set[str]) -> dict[str, Any]:
     """What was set on a tensor, and code that may run reads of anything.
 
+    Objects of one that torch can take apart are what its class made it of.
+
     Raises:
         UnseenError: an object, which a rank's tensor or a copy without numbers doesn't have.
     """
     found = {name: held for name, held in vars(tensor).items() if f".{name}" in reads and name not in _OF_DTENSORS}
+    if found and takes_apart(tensor):
+        return {name: held for name, held in found.items() if type(held) in PLAIN}
     for name, held in found.items():
         if type(held) not in PLAIN:
             raise UnseenError(f"a tensor on which an object, `{name}`, was set, that no copy of the tensor has")
