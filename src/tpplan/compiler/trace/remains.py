@@ -72,7 +72,7 @@ class Remains:
             *(tensor for tensor, _ in (*self._skeleton.parameters, *self._skeleton.buffers)),
             *(tensor for _, tensor in tensors_of(*self._call, self._names)),
             *(tensor for _, tensor in hidden_tensors(attributes)),
-            *self._around.cached(),
+            *(tensor for cache in self._around.caches.values() for tensor in cached_tensors(cache)),
         ]
         return self._before | set(map(id, read))
 

@@ -268,14 +268,6 @@ class Surroundings:
             and any(not tensor.is_meta for tensor in cached_tensors(cache))
         ]
 
-    def cached(self) -> Iterator[Tensor]:
-        """The tensors in caches; of one that was asked for nothing new since it was looked through, those of then."""
-        for key, cache in self.caches.items():
-            asked = (key, cache.cache_info().misses, cache.cache_info().currsize)
-            if asked not in self.remembered:
-                self.remembered[asked] = cached_tensors(cache)
-            yield from self.remembered[asked]
-
     def touched(self) -> list[Cache]:
         """Caches into which the run has put something."""
         return [c for key, c in self.caches.items() if c.cache_info().misses != self._entries[key].misses]
