@@ -127,6 +127,7 @@ CHANGES: dict[str, tuple[Callable[[], object], str]] = {
     "what a function of the file closes over": (lambda: MORE(), "more.count"),
     "what a default holds": (lambda: noting().append(1), f"noting.__defaults__[0]{LENGTH}"),
     "a function's attribute": (lambda: setattr(noting, "count", 1), "noting.count"),
+    "a name of a table": (lambda: TABLE["inner"].update(c=TABLE["inner"].pop("b")), "['inner']['c']"),
     "names beside slots": (rename, "['slotted'].second"),
     "names of a table of the user's": (lambda: IN_A_TABLE["pairs"].update(b=0), "['pairs'].b"),
     "what a function closes over": (lambda: IN_A_TABLE["call"]().append(1), f"['call'].held{LENGTH}"),

@@ -15,6 +15,7 @@ from tests.caching import passing
 from tests.marking import in_thirds
 from tests.runtime.simulated import on_ranks
 from tests.runtime.test_caches import tiny, tokens
+from tpplan.state.reads import marks_on
 
 transformers = pytest.importorskip("transformers")
 RANKS = 2
@@ -237,6 +238,12 @@ def test_what_no_proof_can_follow_is_refused(kind: type[Any]) -> None:
 
     for said in on_ranks(stock, "plans/llama.yaml", RANKS, ((), example), work):
         assert REFUSED[kind] in said
+
+
+def test_what_a_class_keeps_is_no_mark_on_its_tensors() -> None:
+    kept = Rounded.of(torch.randn(2, 3))
+    kept.wide = True
+    assert marks_on(kept, {".codes", ".scale", ".wide"}) == {"wide": True}
 
 
 def test_a_cache_that_the_unsharded_model_has_filled_is_refused() -> None:

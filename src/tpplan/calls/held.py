@@ -44,7 +44,7 @@ from tpplan.state.content import (
     numbers,
 )
 from tpplan.state.flat import Flat, Values
-from tpplan.state.parts import PLAIN, UnseenError, functions_in, is_users, own_bases
+from tpplan.state.parts import PLAIN, UnseenError, functions_in, is_users_code, own_bases
 from tpplan.state.reads import ANYTHING, global_content, is_function, marks_on, read_of_classes, shown, space_of
 
 
@@ -349,7 +349,7 @@ class Held:
             for name, held in own_buffers(module).items()
             if held is not None and (is_constant(held) or (module, name) in self._made)
         )
-        hooks = ((t, k) for t, table in hook_tables(module).items() for k, hook in table.items() if is_users(hook))
+        hooks = ((t, k) for t, table in hook_tables(module).items() for k, hook in table.items() if is_users_code(hook))
         marked = (name for name, held in _tensors(module) if self._marks_on(Place(module, name), held))
         return chain(own, constants, marked, hooks if self._names[module] else ())
 

@@ -366,7 +366,7 @@ def unbound(held: Any) -> Any:
     return held.__func__ if isinstance(held, (MethodType, classmethod, staticmethod)) else held  # pyright: ignore
 
 
-def is_users(hook: Any) -> bool:
+def is_users_code(hook: Any) -> bool:
     """Whether what is called, such as a hook, is no library's."""
     while isinstance(hook, (functools.partial, MethodType)):
         hook = hook.func if isinstance(hook, functools.partial) else hook.__func__  # pyright: ignore

@@ -251,10 +251,10 @@ def global_content(space: ModuleType | type, held: Any, reader: Reader) -> objec
             calls once more under a function mode.
     """
     held = without_noting(held)
-    is_users = isinstance(held, (FunctionType, MethodType)) and not is_library(held.__module__)
-    if is_users and space is torch.Tensor:
+    of_user = isinstance(held, (FunctionType, MethodType)) and not is_library(held.__module__)
+    if of_user and space is torch.Tensor:
         raise UnseenError("a function in place of torch's, which torch's function modes call twice")
-    if not is_users and (is_function(held) or isinstance(held, ModuleType)):
+    if not of_user and (is_function(held) or isinstance(held, ModuleType)):
         return ContentValue(type(held), Identity(held))
     return reader(held)
 

@@ -27,7 +27,7 @@ from tpplan.compiler.trace.slots import hook_name
 from tpplan.plan import Diagnostic
 from tpplan.plan.wording import with_article
 from tpplan.state.content import Reader
-from tpplan.state.parts import UnseenError, is_users, own_bases
+from tpplan.state.parts import UnseenError, is_users_code, own_bases
 from tpplan.state.reads import global_content, marks_on, read_of_classes, shown, space_of
 
 MARK = "_tpplan"
@@ -69,7 +69,7 @@ def unseen_findings(model: nn.Module, reads: Set[str], passed: Iterable[tuple[Pa
             if isinstance(tensor, Tensor):
                 look(name, f"{name}.{leaf}".lstrip("."), functools.partial(marks_on, tensor, reads))
         for number, hook in enumerate(hooks_of(module) if name else ()):
-            if is_users(hook):
+            if is_users_code(hook):
                 look(name, hook_name(name, number), functools.partial(reader, hook))
     kinds = dict.fromkeys(kind for _, module in modules for kind in own_bases(type(module)))
     for kind, leaf in read_of_classes(kinds, reads):

@@ -206,20 +206,24 @@ class _Noted:
             for name, held in values.items():
                 if space.names().get(name) is not held:
                     space.set(name, held)
-        for held, contents in () if self._contents.are_same() else self._tables:
-            if not holds_the_same(held, contents):
-                held.clear()
-                held.update(contents)
-        for held, contents in () if self._contents.are_same() else self._stores:
-            if not holds_the_same(held, contents):
-                held.clear()
-                (held.update if isinstance(held, set) else held.extend)(contents)  # pyright: ignore
+        if not self._contents.are_same():
+            self._put_contents_back()
         for held, (version, numbers) in self._tensors:
             if held._version != version:
                 with torch.no_grad():
                     held.copy_(numbers)
         for undo in self._undo:
             undo()
+
+    def _put_contents_back(self) -> None:
+        for held, contents in self._tables:
+            if not holds_the_same(held, contents):
+                held.clear()
+                held.update(contents)
+        for held, contents in self._stores:
+            if not holds_the_same(held, contents):
+                held.clear()
+                (held.update if isinstance(held, set) else held.extend)(contents)  # pyright: ignore
 
 
 class Surroundings:
