@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tpplan.compiler.trace.slots import LENGTH, slots_of
+from tpplan.compiler.trace.slots import LENGTH, ORDER, slots_of
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.state.reads import note_reads, reads
 
@@ -130,6 +130,7 @@ CHANGES: dict[str, tuple[Callable[[], object], str]] = {
     "a name of a table": (lambda: TABLE["inner"].update(c=TABLE["inner"].pop("b")), "['inner']['c']"),
     "names beside slots": (rename, "['slotted'].second"),
     "names of a table of the user's": (lambda: IN_A_TABLE["pairs"].update(b=0), "['pairs'].b"),
+    "the order of a table": (lambda: IN_A_TABLE.update(slotted=IN_A_TABLE.pop("slotted")), f"IN_A_TABLE{ORDER}"),
     "what a function closes over": (lambda: IN_A_TABLE["call"]().append(1), f"['call'].held{LENGTH}"),
     "a tensor": (lambda: TENSORS.update(new=torch.ones(len(TENSORS) + 1)), "TENSORS['new']"),
 }

@@ -50,6 +50,7 @@ class Keeps(nn.Module):
         self.seen = set[str]()
         self.kept: Tensor | None = None
         self.turned = False
+        self.turns = {"pair": 0, "other": 0}
         self.counter = Counter()
         self.register_buffer("steps", torch.tensor(0))
         self.register_buffer("average", torch.tensor(1.0))
@@ -63,12 +64,19 @@ class Keeps(nn.Module):
         return self.how(self, x)
 
     def state(self) -> dict[str, Any]:
-        plain = {name: copy.copy(getattr(self, name)) for name in ("calls", "history", "stats", "kept", "turned")}
+        plain = {
+            name: copy.copy(getattr(self, name)) for name in ("calls", "history", "stats", "kept", "turned", "turns")
+        }
         return plain | {"total": self.counter.total} | {name: b.clone() for name, b in self.named_buffers()}
 
 
 def counts(m: Any, x: Tensor) -> Tensor:
     m.calls += 1
+    return m.pair(x)
+
+
+def keeps_the_last(m: Any, x: Tensor) -> Tensor:
+    m.turns["pair"] = m.turns.pop("pair")
     return m.pair(x)
 
 
@@ -176,7 +184,7 @@ def normalizes_inner_features(m: Any, x: Tensor) -> Tensor:
 
 RIGHT = [
     counts, counts_elsewhere, logs, builds, builds_in_a_global, leaves, reads_the_last, turns_once, steps, averages,
-    averages_features, replaces, normalizes, caches, caches_there,
+    averages_features, replaces, normalizes, caches, caches_there, keeps_the_last,
 ]  # fmt: skip
 RIGHT_OR_REFUSED = [leaves_a_part, averages_a_part, averages_inner_features, normalizes_inner_features]
 
@@ -266,6 +274,12 @@ def alternates(m: Any, x: Tensor) -> Tensor:
     return m.pair(x) if m.turned else m.other(x)
 
 
+def takes_turns(m: Any, x: Tensor) -> Tensor:
+    turn = next(iter(m.turns))
+    m.turns[turn] = m.turns.pop(turn)
+    return m.pair(x) if turn == "pair" else m.other(x)
+
+
 def asks_a_buffer(m: Any, x: Tensor) -> Tensor:
     m.steps += 1
     return m.pair(x) if m.steps < 1000 else m.other(x)
@@ -295,7 +309,7 @@ def grows(m: Any, x: Tensor) -> Tensor:
 STEERS = {
     warms_up: "calls", scales: "calls", looks_back: "history", alternates: "turned", asks_a_buffer: "steps",
     asks_a_global: "COUNT", asks_an_object: "counter.total", grows: "kept",
-    collects: "seen",
+    collects: "seen", takes_turns: "turns",
 }  # fmt: skip
 
 

@@ -62,7 +62,7 @@ class Around:
     Attributes:
         layouts: by value of the trace.
         values: of the trace.
-        partial: parameters that are whole on each rank and whose gradients come out in parts.
+        partial: of a parameter, whether its gradient comes out in parts where it is whole; None of other values.
     """
 
     layouts: Callable[[int], Layout]

@@ -1,7 +1,7 @@
 """Slots: the places of a model and its surroundings that hold state, by name.
 
 in:  a model, and what is around it
-out: for each number, text and tensor, and for each container's length, where it is
+out: for each number, text and tensor, for each container's length, and for each table's order, where it is
 
     self.calls                ->   "calls"
     TABLES = {"sin": …}       ->   "my_file.TABLES['sin']"
@@ -33,6 +33,7 @@ from tpplan.state.parts import slots_of as slot_names
 
 FEW = 1000  # items of a container that are told apart
 LENGTH = " (its length)"
+ORDER = " (its order)"
 _LAST = 8  # of a longer list
 _UNSET = object()
 _STOCK = frozenset(vars(nn.Module())) | {"forward"}
@@ -207,6 +208,9 @@ class _Collector:
         if stored:
             counted = held if kind in (list, deque) else None
             self.found[f"{name}{LENGTH}"] = Slot(len(held), holder, key, setter, counted, self.outside)
+            if issubclass(kind, dict) and 1 < len(held) <= FEW:
+                keys = tuple(each if type(each) is str else repr(each) for each in held)
+                self.found[f"{name}{ORDER}"] = Slot(keys, outside=self.outside)
         if not stored or len(held) <= FEW or issubclass(kind, (list, deque)):
             self._look_into(name, held, kind)
         if self._keeps:
@@ -274,4 +278,4 @@ def _in_slots(held: Any, names: tuple[str, ...], has_dict: bool) -> list[Any]:
     return [*found, *vars(held), *vars(held).values()] if has_dict else found
 
 
-__all__ = ["FEW", "LENGTH", "AroundSlots", "Slot", "Slots", "hook_name", "slots_of"]
+__all__ = ["FEW", "LENGTH", "ORDER", "AroundSlots", "Slot", "Slots", "hook_name", "slots_of"]
