@@ -60,6 +60,7 @@ KEPT = Kept()
 BY_TENSOR: dict[Tensor, int] = {torch.zeros(3): 1}
 IN_A_TUPLE = ([0], SimpleNamespace(count=0))
 IN_A_TABLE: dict[str, Any] = {"slotted": Slotted(), "pairs": Pairs(), "call": (lambda held: lambda: held)([0])}
+IN_A_TABLE["alias"] = list[Kept]  # its `__dict__` is another one each time
 TENSORS: dict[str, Tensor] = {}
 NUMBER = 0
 

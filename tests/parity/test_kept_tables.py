@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import tpplan
 from tests.runtime.simulated import worst
 from tpplan.compiler.trace import surroundings
+from tpplan.state import parts
 
 WIDTH = 16
 RULES = {"up": "colwise", "down": "rowwise"}
@@ -229,7 +230,7 @@ def test_those_of_a_library_are_found(where: str, called: str, tmp_path: Path, m
         file, name = tmp_path / f"{users}.py", users
     file.write_text(text)
     monkeypatch.setattr(sys, "path", [str(library), str(tmp_path), *sys.path])
-    monkeypatch.setattr(surroundings, "LIBRARIES", (*surroundings.LIBRARIES, str(library)))
+    monkeypatch.setattr(parts, "LIBRARIES", (*parts.LIBRARIES, str(library)))
     model: Any = importlib.import_module(name).Model().double()
     example, *calls = [((x_of(length),), {}) for length in (6, 6, 4)]
     for _ in range(2):

@@ -134,16 +134,16 @@ def parts(held: Any) -> Parts | None:
         return class_parts(held)
     known = next((taken for base, taken in _KNOWN.items() if isinstance(held, base)), None)
     if known is not None:
-        return [*known(held), *(_attributes(held) if not isinstance(held, logging.Logger) else ())]
+        return [*known(held), *(attributes_of(held) if not isinstance(held, logging.Logger) else ())]
     if isinstance(held, enum.Enum):
-        return [(name, item) for name, item in _attributes(held) if name != "__objclass__"]
+        return [(name, item) for name, item in attributes_of(held) if name != "__objclass__"]
     if isinstance(held, nn.Module):
-        return [(n, item) for n, item in _attributes(held) if (item or n not in _STOCK) and OURS not in str(n)]
+        return [(n, item) for n, item in attributes_of(held) if (item or n not in _STOCK) and OURS not in str(n)]
     memory = _memory(held)
     if memory is not None:
-        return [*memory, *_attributes(held)]
+        return [*memory, *attributes_of(held)]
     if is_written_in_python(kind) or isinstance(held, SimpleNamespace):
-        return _attributes(held)
+        return attributes_of(held)
     return _hidden(held)
 
 
@@ -152,9 +152,14 @@ def _is_setting(name: str, held: object) -> bool:
     return not (name.startswith("__") or isinstance(held, (ModuleType, type, *_CODE)))
 
 
-def _attributes(held: Any) -> Parts:
-    own = getattr(held, "__dict__", None)
-    found: Parts = [*own.items()] if type(own) is dict and own is not held else []
+def has_attributes(held: object) -> bool:
+    """Whether an object has a `__dict__` of its own: that of `list[int]` is its class's."""
+    return isinstance(getattr(held, "__dict__", None), dict)
+
+
+def attributes_of(held: Any) -> Parts:
+    """What stands in an object's `__dict__` and in its slots."""
+    found: Parts = [*held.__dict__.items()] if has_attributes(held) and held.__dict__ is not held else []
     slots = slots_of(cast("type[Any]", type(held)))
     return [*found, *((name, getattr(held, name)) for name in slots if hasattr(held, name))] if slots else found
 
@@ -426,7 +431,7 @@ def _hidden(held: Any) -> Parts | None:
     try:
         made: Any = held.__reduce_ex__(4)
     except Exception:  # a lock, a stream: it has no state that is anybody's to see
-        return _attributes(held) if hasattr(held, "__dict__") else None
+        return attributes_of(held) if has_attributes(held) else None
     if isinstance(made, str):
         return None  # the name of a global
     function, arguments, *rest = made

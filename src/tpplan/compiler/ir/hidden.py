@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compiler.ir.pytree import children
-from tpplan.state.parts import slots_of
+from tpplan.state.parts import attributes_of
 
 _PLAIN = frozenset((int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
 _SETS = frozenset((set, frozenset))
@@ -70,7 +70,7 @@ def members(held: object) -> Iterator[tuple[str, Any]]:
     elif isinstance(held, functools.partial):
         yield from (("", item) for item in (held.func, *held.args, *held.keywords.values()))  # pyright: ignore
     else:
-        yield from _attributes(held)
+        yield from cast("list[tuple[str, Any]]", attributes_of(held))
 
 
 def shown_items(held: object) -> list[tuple[str | int, Any]] | None:
@@ -89,11 +89,6 @@ def _closed_over(held: FunctionType) -> Iterator[tuple[str, Any]]:
             continue
     yield from (("", item) for item in held.__defaults__ or ())
     yield from (held.__kwdefaults__ or {}).items()
-
-
-def _attributes(held: object) -> Iterator[tuple[str, Any]]:
-    yield from getattr(held, "__dict__", {}).items()
-    yield from ((name, getattr(held, name)) for name in slots_of(type(held)) if hasattr(held, name))
 
 
 def hidden_tensors(held: object, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -29,6 +29,7 @@ from tpplan.compat.modules import named_modules, own_buffers
 from tpplan.compiler.ir.hidden import is_plain, members, shown_items
 from tpplan.compiler.trace.surroundings import CONTAINERS, Contents, Space, Surroundings, holds_the_same
 from tpplan.compiler.trace.watched_state import WatchedDeque, WatchedList, WatchedNumber
+from tpplan.state.parts import has_attributes
 from tpplan.state.parts import slots_of as slot_names
 
 FEW = 1000  # items of a container that are told apart
@@ -219,7 +220,7 @@ class _Collector:
 
     def _keep(self, held: Any, kind: Any) -> None:
         """Keep what was looked into, if it may hold other objects later."""
-        names, has_dict = slot_names(kind), hasattr(held, "__dict__")
+        names, has_dict = slot_names(kind), has_attributes(held)
         if issubclass(kind, (list, deque, set, dict)):
             self.containers.append(held)
         elif kind is FunctionType:

@@ -35,7 +35,7 @@ from tpplan.compat.generators import random_state, set_random_state
 from tpplan.compat.hooks import global_hooks, hooks_of
 from tpplan.compat.modules import named_modules
 from tpplan.compiler.ir.hidden import hidden_tensors, holds_only
-from tpplan.state.parts import LIBRARIES, functions_in, names_in, slots_of, unbound
+from tpplan.state.parts import functions_in, is_library, names_in, slots_of, unbound
 
 Cache = Any  # functools has no public name for what `lru_cache` makes
 _CACHE: Any = type(functools.lru_cache(lambda: None))
@@ -107,7 +107,7 @@ class _Noted:
         for _, values in self._bound:
             for held in values.values():
                 self._note(held)
-        self.own_functions = [function for function in self.functions() if is_users(function.__module__)]
+        self.own_functions = [function for function in self.functions() if not is_library(function.__module__)]
         for function in self.functions():
             own = (vars(function), function.__kwdefaults__)
             for held in (*own, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
@@ -122,7 +122,7 @@ class _Noted:
         for _, space in self.spaces:
             for held in [*space.names().values()]:
                 yield held
-                if isinstance(held, type) and is_users(held.__module__):
+                if isinstance(held, type) and not is_library(held.__module__):
                     yield from [*vars(held).values()]
 
     def _way_back(self, held: Any) -> Callable[[], object] | None:
@@ -192,8 +192,8 @@ class _Noted:
         """Those that have names there, and those of the user's classes there."""
         for _, space in self.spaces:
             for held in space.names().values():
-                own = [held, *vars(held).values()] if isinstance(held, type) and is_users(held.__module__) else [held]
-                for function in own:
+                is_own = isinstance(held, type) and not is_library(held.__module__)
+                for function in (held, *(vars(held).values() if is_own else ())):
                     function = unbound(function)
                     if isinstance(function, FunctionType):
                         yield function
@@ -373,14 +373,14 @@ def _spaces(kinds: set[type], called: Sequence[Any]) -> Iterator[tuple[str, Spac
             continue
         seen[name] = module
         yield name, Space(module)
-        own = is_users(name)
+        own = not is_library(name)
         for leaf, item in list(vars(module).items()):
             home: str | None = item.__name__ if isinstance(item, ModuleType) else getattr(item, "__module__", None)
             if home is None or home in seen or not isinstance(item, (FunctionType, type, ModuleType, _CACHE)):
                 continue
             near = home.partition(".")[0] in packages and not isinstance(item, type)
             outside = home.partition(".")[0] not in sys.stdlib_module_names
-            if near or (own and not isinstance(item, type) and outside) or is_users(home):
+            if near or (own and not isinstance(item, type) and outside) or not is_library(home):
                 (inner.add if home == f"{name}.{leaf}" else waiting.append)(home)
 
 
@@ -427,13 +427,6 @@ def _home(function: Any) -> str | None:
 
 def _is_ours(function: Any) -> bool:
     return (_home(function) or "").partition(".")[0] in _OURS
-
-
-@functools.cache
-def is_users(name: str | None) -> bool:
-    """Whether a module of Python isn't part of a library."""
-    file: str | None = getattr(sys.modules.get(name or ""), "__file__", None)
-    return name == "__main__" or (file is not None and not file.startswith(LIBRARIES))
 
 
 def _caches_of(spaces: Iterable[tuple[str, Space]]) -> Iterator[Cache]:
@@ -527,7 +520,6 @@ __all__ = [
     "cached_tensors",
     "generators",
     "holds_the_same",
-    "is_users",
     "other_files",
     "same_files",
     "written_by",
