@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -186,12 +187,19 @@ def test_ranks_of_a_context_pass_keys_and_values_around() -> None:
                                                tokens_per_second=1000 / 8.4)  # fmt: skip
 
 
-def test_what_steps_rest_on_is_told() -> None:
+@functools.cache
+def of_stages(ways: int) -> tuple[tpplan.AdviceRow, tpplan.Advice]:
+    """What a GPU that holds nothing is told of, with all checkpointing, and one that holds one of so many stages."""
     options: dict[str, Any] = {"gpus": 1, "batch": 1, "sequence": 32}
-    (row,) = tpplan.advise(llama(), target_memory=1, **options)
-    assert row.memory is not None and row.step is not None
+    (row,) = tpplan.advise(llama(), target_memory=1, **options) if ways == 2 else [of_stages(2)[0]]
+    assert row.memory is not None
     kept = row.memory.parameters + row.memory.gradients + row.memory.optimizer
-    advice = tpplan.advise(llama(), target_memory=row.memory.total - kept + kept // 2 + 64, **options)
+    return row, tpplan.advise(llama(), target_memory=row.memory.total - kept + kept // ways + 64, **options)
+
+
+def test_what_steps_rest_on_is_told() -> None:
+    row, advice = of_stages(2)
+    assert row.step is not None
     (step,) = advice.other_steps
     assert (step.pipeline, step.context, step.gpus, step.microbatches) == (2, 1, 2, 8)
     own = row.step.total_seconds * 9 / 2  # nine slots of half the layers
@@ -202,13 +210,8 @@ def test_what_steps_rest_on_is_told() -> None:
 
 
 def test_pipeline_stages_are_no_more_than_layers() -> None:
-    options: dict[str, Any] = {"gpus": 1, "batch": 1, "sequence": 32}
-    (row,) = tpplan.advise(llama(), target_memory=1, **options)  # with all checkpointing
-    assert row.memory is not None
-    kept = row.memory.parameters + row.memory.gradients + row.memory.optimizer
     for ways in (2, 3):
-        advice = tpplan.advise(llama(), target_memory=row.memory.total - kept + kept // ways + 64, **options)
-        assert advice.other.get("pipeline") == (ways if ways <= 2 else None)
+        assert of_stages(ways)[1].other.get("pipeline") == (ways if ways <= 2 else None)
 
 
 @pytest.mark.parametrize(

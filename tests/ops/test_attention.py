@@ -97,7 +97,7 @@ def on_processes(member: Member, name: str, rules: dict[str, Any], gradients: bo
     return found
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.processes
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize(("name", "rules"), CASES)

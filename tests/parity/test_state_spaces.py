@@ -113,6 +113,7 @@ def plan_for(groups: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("norm", "groups"), [(GatedFirst, 1), (GatedLast, 1), (GatedFirst, GROUPS)])
 def test_every_rank_scans_its_own_heads(norm: type[nn.Module], groups: int, size: int) -> None:

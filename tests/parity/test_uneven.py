@@ -38,7 +38,7 @@ def compiled(name: str, tp: int) -> tuple[Subject, Program]:
     return (model, plan, call), compile_call(Request(model, load_plan(plan), tp, *call)).program
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", SUBJECTS)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_uneven_parts_compute_the_same(name: str, tp: int) -> None:

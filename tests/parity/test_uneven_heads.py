@@ -284,7 +284,7 @@ def with_cache(name: str, device: str) -> tuple[nn.Module, dict[str, Any]]:
         *(("torch_decoder", 7), pytest.param("qwen3_next", 3, marks=pytest.mark.sweep)),
     ],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_all_that_goes_with_heads_is_split_like_them(name: str, tp: int) -> None:
     model, call = with_cache(name, "meta")
     program = compile_call(Request(model, load_plan(PLANS / f"{name}.yaml"), tp, (), call)).program
