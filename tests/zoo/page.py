@@ -34,7 +34,7 @@ to the tensor's scale). Grouped-query attention has 2 key and value heads here, 
 [coverage.json](coverage.json) has a row for each architecture: the share of the parameters of its repeated blocks, and
 of all parameters, that is sharded; the collectives of one block, forward and backward, at 2 ranks, without and with
 sequence parallelism; the largest error; what is refused or left whole, and why; what a plan had to be allowed (see
-`Freedoms`); and the seconds that all four settings took on one core.
+`Freedoms`); and the seconds of a processor that all four settings took.
 
 `make zoo` writes both; nothing in them is written by hand, and nothing in tpplan knows the name of an architecture.
 """
@@ -54,7 +54,7 @@ class Row:
         reasons: what is refused or left whole, with the settings in which that is so.
         problems: everything that is wrong.
         freedoms: what was allowed in some setting.
-        seconds: what all settings took; None if that wasn't measured.
+        seconds: of a processor for all settings; None if that wasn't measured.
     """
 
     sharded: dict[str, tuple[float, float]]
@@ -134,7 +134,7 @@ def page(rows: Mapping[str, Row]) -> str:
     slow = sorted(((held.seconds, name) for name, held in rows.items() if held.seconds), reverse=True)
     if slow:
         lines += ["", "## What had to be allowed", "", *_allowed(rows), ""]
-        lines += ["## The slowest", "", "Four settings each, on one core.", ""]
+        lines += ["## The slowest", "", "Seconds of a processor for four settings each.", ""]
         lines += [f"- {name}: {seconds} s" for seconds, name in slow[:5]]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -41,7 +41,7 @@ class Outcome:
         error: the largest relative error of an output or a gradient; None if nothing could be run.
         problems: everything that is wrong.
         freedoms: what the plan had to be allowed.
-        seconds: how long it took.
+        seconds: of a processor that it took.
     """
 
     name: str
@@ -84,14 +84,14 @@ def build_any(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
 
 def run(name: str, size: int, sequence: bool) -> Outcome:
     """Suggest, compile and compare."""
-    began = time.perf_counter()
+    began = time.process_time()
     model, arguments, inputs = build_any(name)
     try:
         found = search(model, size, arguments, inputs, sequence)
     except CompileError as error:
         first = error.diagnostics[0]
         reason = "; ".join((f"{first.code}: {first.message}", *first.notes[:1]))
-        return Outcome(name, size, sequence, refused=(reason,), seconds=time.perf_counter() - began)
+        return Outcome(name, size, sequence, refused=(reason,), seconds=time.process_time() - began)
     program = found.program
     text = write_plan(found, name)
     problems: list[str] = []
@@ -112,7 +112,7 @@ def run(name: str, size: int, sequence: bool) -> Outcome:
     return Outcome(
         name, size, sequence, block_share(program), model_share(program), _of_a_layer(program), tuple(refused),
         any(held.style.value == "sequence" for held in found.settings.values()), parity.max_error, tuple(problems),
-        program.freedoms, time.perf_counter() - began,
+        program.freedoms, time.process_time() - began,
     )  # fmt: skip
 
 
