@@ -221,6 +221,29 @@ class W8A8(Quantised):
         return (product * scale * self.scales).view(*x.shape[:-1], -1)
 
 
+class Scaled8(Quantised):
+    """Float8 times float8 with a scale for each row of both (`rows`), for each tensor (`one`), or `static`."""
+
+    def __init__(self, inputs: int, outputs: int, by: str = "rows") -> None:
+        super().__init__()
+        self.by, rows = by, by == "rows"
+        codes = torch.randn(outputs, inputs).to(torch.float8_e4m3fn)
+        self.store(codes=codes, scales=torch.rand((outputs, 1) if rows else ()) / 100)
+        if by == "static":
+            self.store(input_scale=torch.tensor(0.02))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        if self.by == "static":
+            scale = self.input_scale
+        else:
+            largest = rows.abs().amax(-1, keepdim=True) if self.by == "rows" else rows.abs().max()
+            scale = (largest.clamp(min=1e-5) / 448).float()
+        codes = (rows / scale).to(torch.float8_e4m3fn)
+        made = torch.ops.aten._scaled_mm.default(codes, self.codes.t(), scale, self.scales.t(), out_dtype=torch.float32)
+        return made.to(x.dtype).unflatten(0, x.shape[:-1])
+
+
 class Apart(Quantised):
     """As LLM.int8(): inputs with large entries aren't rounded."""
 
@@ -264,6 +287,7 @@ EXACT: dict[str, Layer] = {
     "GPTQ, in order of activations": partial(Gptq, ordered=False),
     "int8 experts, stacked": Experts8,
     "W8A8, static": partial(W8A8, by="static"),
+    "float8 times float8, static": partial(Scaled8, by="static"),
 }
 """By the names of docs/quantisation.md: what sends nothing more than a plain layer does."""
 WITH_MAXIMA: dict[str, Layer] = {
@@ -272,5 +296,7 @@ WITH_MAXIMA: dict[str, Layer] = {
     "W8A8, by tensor": partial(W8A8, by="tensor"),
     "SmoothQuant": partial(W8A8, by="smooth"),
     "LLM.int8()": Apart,
+    "float8 times float8, by token": Scaled8,
+    "float8 times float8, by tensor": partial(Scaled8, by="one"),
 }
 """What sends the largest entries of a row-wise layer's input as well."""

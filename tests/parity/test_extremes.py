@@ -342,7 +342,7 @@ def test_what_a_backward_alone_reads_is_kept() -> None:
 
 
 class InPlace(torch.autograd.Function):
-    """Writes to what is a view of a gradient, or a copy, by its strides."""
+    """Writes to what it has just made."""
 
     @staticmethod
     def forward(_: Any, x: Tensor) -> Tensor:
@@ -352,6 +352,16 @@ class InPlace(torch.autograd.Function):
     def backward(_: Any, *gradients: Tensor) -> Tensor:
         rows = gradients[0].reshape(-1, gradients[0].shape[-1])
         return rows.div(rows.abs().max()).mul_(2).reshape(gradients[0].shape)
+
+
+class Through(InPlace):
+    """Writes to what is a view of a gradient, or a copy, by its strides."""
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Tensor:
+        rows = (gradients[0] + 0).reshape(-1, gradients[0].shape[-1])
+        rows /= rows.abs().max()
+        return rows.reshape(gradients[0].shape)
 
 
 class Turned(Rounded):
@@ -385,8 +395,11 @@ class ByCall(torch.autograd.Function):
 WIDE = 2048  # so that features cost more to gather than a number
 
 
-@pytest.mark.parametrize(("inner", "gathered"), [(Calling, 1), (lambda: Turned(InPlace.apply, WIDE), 2)])
-def test_backwards_are_attached_to_results_of_calls_and_none_that_write(
+@pytest.mark.parametrize(
+    ("inner", "gathered"),
+    [(Calling, 1), (lambda: Turned(InPlace.apply, WIDE), 1), (lambda: Turned(Through.apply, WIDE), 2)],
+)
+def test_backwards_are_attached_to_results_of_calls_and_none_that_write_to_what_has_other_names(
     inner: Callable[[], nn.Module], gathered: int
 ) -> None:
     torch.manual_seed(0)

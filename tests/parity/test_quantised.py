@@ -29,6 +29,7 @@ from tests.models.quantised import (
     Mlp,
     Nf4,
     Quantised,
+    Scaled8,
     bytes_of,
     int8,
 )
@@ -203,6 +204,29 @@ class Wider(Quantised):
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         return self.codes.view(torch.int16).to(dtype) * self.scales
+
+
+class Inside(Scaled8):
+    """Adds a bias in the kernel, and may round its result to float8 there."""
+
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype | None) -> None:
+        super().__init__(inputs, outputs, "static")
+        self.bias, self.dtype = nn.Parameter(torch.randn(outputs), requires_grad=False), dtype  # pyright: ignore
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.input_scale
+        codes = (x.flatten(0, -2) / scale).to(self.codes.dtype)
+        made = torch.ops.aten._scaled_mm.default(
+            codes, self.codes.t(), scale, self.scales, self.bias, out_dtype=self.dtype
+        )
+        return made.to(x.dtype).unflatten(0, x.shape[:-1])
+
+
+def test_the_bias_of_a_scaled_product_is_added_once_and_terms_are_not_rounded_to_a_byte() -> None:
+    report = tpplan.verify(Mlp(partial(Inside, dtype=torch.float32)), PLAN, 4, calls())
+    assert report.ok, report.problems
+    with pytest.raises(CompileError, match=r"TP107.*rounds each rank's term of a sum to one byte"):
+        tpplan.compile_plan(Mlp(partial(Inside, dtype=None)), PLAN, 2, calls())
 
 
 @pytest.mark.parametrize(

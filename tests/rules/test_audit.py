@@ -16,7 +16,7 @@ from tests.marking import slow_but
 from tests.rules.calls import FOURIER, OPERATORS, SHAPED, Call, resolve
 from tests.rules.numbers import Subject, Wrong
 from tests.rules.sweep import ENTRYWISE, sweep
-from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, sharded
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, Pack, packed, sharded
 from tpplan.compiler.rules import propagate
 from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
 from tpplan.ops import dim_map
@@ -178,6 +178,41 @@ def test_a_wrong_claim_is_seen(call: Call, layouts: tuple[Layout, ...], result: 
     subject = Subject(call)
     with pytest.raises(Wrong):
         subject.hold(layouts, Outcome(tuple(result for _ in subject.results)), 2)
+
+
+TURNS, COLUMNS = sharded(0, interleave=2), packed(1, [Pack(32)] * 2)
+R = REPLICATED
+SCALED: tuple[
+    tuple[tuple[Layout, ...], Layout | None], ...
+] = (  # both matrices, the scales of rows and columns, a bias
+    ((S0, R, S0, R, R), S0),
+    ((TURNS, R, TURNS, R, R), TURNS),
+    ((R, S1, R, S1, S0), S1),
+    ((R, COLUMNS, R, COLUMNS, packed(0, [Pack(32)] * 2)), COLUMNS),
+    ((S1, S0, R, R, PARTIAL), PARTIAL),
+    ((S1, S0, R, R, R), None),
+    ((S0, R, R, R, R), None),
+    ((S0, R, S0, R, PARTIAL), None),
+    ((R, S1, R, R, S0), None),
+    ((R, S1, R, S1, R), None),
+    ((S1, S0, R, S1, PARTIAL), None),
+    ((R, R, R, PARTIAL, R), None),
+    ((PARTIAL, R, R, R, R), None),
+)
+
+
+@pytest.mark.parametrize(("layouts", "result"), SCALED, ids=str)
+def test_scales_and_the_bias_of_a_scaled_product_lie_as_its_matrices(
+    layouts: tuple[Layout, ...], result: Layout | None
+) -> None:
+    numbers = [torch.rand(shape, generator=torch.Generator().manual_seed(0)) for shape in ((32, 64), (64, 64))]
+    codes, weight = (held.to(torch.float8_e4m3fn) for held in numbers)
+    given = (codes, weight.t(), torch.rand(32, 1), torch.rand(1, 64), torch.rand(64))
+    subject = Subject(Call(aten._scaled_mm.default, given, {"out_dtype": torch.float32}))
+    found = subject.outcomes(Propagator(2, 2), layouts)
+    assert (None if isinstance(found, Refusal) else found[0].outputs[0]) == result
+    if not isinstance(found, Refusal):
+        subject.hold(layouts, found[0], 2)
 
 
 def test_without_dims_from_the_front_the_audit_is_red(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tpplan.compat.modes import TorchDispatchMode
 from tpplan.compat.schemas import OpOverload
 from tpplan.compiler.trace.stock_again import stock_again
-from tpplan.ops.registry import has_role
+from tpplan.ops.registry import first_factor, has_role
 from tpplan.parity.call import Call
 from tpplan.parity.drawn import Draws, OwnDraws
 from tpplan.parity.materialise import copy_structure
@@ -42,12 +42,13 @@ class ArithmeticMeter(TorchDispatchMode):
         several = isinstance(result, (tuple, list))
         results = cast("Sequence[object]", result if several else (result,))
         for tensor in results:
-            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.itemsize > 1:
                 self.epsilon = max(self.epsilon, torch.finfo(tensor.dtype).eps)
         operator = str(func)
         if has_role(operator, "product", "vector product"):
-            last = [held for held in args if isinstance(held, Tensor)][-2]
-            self.terms = max(self.terms, last.shape[-1])
+            first = first_factor(operator)
+            one = [held for held in args if isinstance(held, Tensor)][-2] if first is None else args[first]
+            self.terms = max(self.terms, one.shape[-1])
         elif has_role(operator, "sum", "mean", "sum of exponentials"):
             first = results[0]
             if isinstance(args[0], Tensor) and isinstance(first, Tensor) and first.numel():

@@ -146,7 +146,7 @@ def _before(readers: Readers, operation: Operation, made: int, dims: Dims) -> It
     first = first_factor(operation.name)
     for place, value in enumerate(operation.inputs):
         before = values[value].shape
-        if first is not None and place >= first:
+        if first is not None and first <= place < first + 2:
             last = len(after) - 1
             into = (*range(last), None) if place == first else (*range(last - 1), None, last)
         elif known is not None and (known.kind in ("entrywise", "random") or first is not None):

@@ -82,7 +82,7 @@ def _following(frame: Frame, values: set[int]) -> set[int]:
 def _computed(readers: Readers, frame: Frame, passed: frozenset[int]) -> Iterator[Computed]:
     """The weights of a body, and the biases, as far as anything is computed for them."""
     buffers = {name for names in readers.trace.buffers.values() for name in names}
-    seen: set[int] = set()
+    seen, known = set[int](), set[str]()
     for operation in _products(frame):
         for value in operation.inputs if not passed.isdisjoint(operation.inputs) else ():
             if value in passed or value in seen:
@@ -91,7 +91,10 @@ def _computed(readers: Readers, frame: Frame, passed: frozenset[int]) -> Iterato
             use = find_use(readers, value)
             parts = {name: dims for name, dims in parts_of(readers, value) if name.startswith(f"{frame.module}.")}
             codes = codes_among(readers, parts)
+            if parts.keys() <= known:
+                continue  # scales that are computed of the weight
             if use is not None and (codes or (parts and _is_computed(readers, value))):
+                known |= parts.keys()
                 yield Computed(value, use, parts, buffers & parts.keys(), codes, in_body=True)
 
 

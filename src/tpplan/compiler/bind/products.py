@@ -29,6 +29,7 @@ from tpplan.compiler.ir.heads import ROW_BYTES
 from tpplan.compiler.ir.trace import Operation, Reference
 from tpplan.compiler.rules.batch_norm import kept_statistics
 from tpplan.compiler.rules.convolution import GROUPS, TRANSPOSED
+from tpplan.compiler.rules.scaled_products import BIAS
 from tpplan.compiler.rules.users_operators import operands_of, result_terms
 from tpplan.ops.declared import rule_of
 from tpplan.ops.dim_map import dim_map, dim_of, picked_dim
@@ -138,7 +139,17 @@ def _beside(readers: Readers, parameter: int) -> Addend | None:
 
 
 def _by_its_names(readers: Readers, operation: Operation, value: int, dims: Dims) -> Iterator[tuple[int, int]]:
-    """The parameter's dims that a rule tells by a name of the result, as a table's by heads, with the result's."""
+    """The parameter's dims that a rule tells by a name of the result, as a table's by heads, with the result's.
+
+    So do scales of a scaled product, by their places from the end.
+    """
+    made = operation.outputs[0]
+    if operation.is_a("scaled product") and made is not None and Reference(value) not in operation.arguments[:2]:
+        before, after = readers.trace.values[value].shape, readers.trace.values[made].shape
+        for its, (dim, count) in enumerate(zip(dims, before, strict=True), len(after) - len(dims)):
+            if dim is not None and count == after[its]:
+                yield dim, its
+        return
     rule, told = rule_of(operation.name), _names(readers, operation, value)
     if rule is None or told is None:
         return
@@ -220,6 +231,8 @@ def _in_product(
         yield from (replace(held, unit=unit) for held in found)
     elif factors[0] == mine and factors[1] != mine:
         yield from _made(shape, dims[-2], dims[-1], made, last - 1, factors[1])
+    elif operation.is_a("scaled product") and mine in operation.arguments[BIAS:]:
+        yield from _added(readers, operation, dims, shape)
 
 
 def _added(readers: Readers, operation: Operation, dims: Dims, shape: tuple[int, ...]) -> Iterator[Addend]:

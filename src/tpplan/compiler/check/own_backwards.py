@@ -147,7 +147,7 @@ class _Pairing:
 
 def _numbers(node: Operation) -> object:
     """The arguments that aren't tensors nor sizes: those show in the results' shapes."""
-    if node.is_a(*REARRANGING):
+    if node.is_a("repeat", *REARRANGING):
         return None
     if node.is_a("slice", "select"):
         return (*node.arguments[1:3], *node.arguments[4:])

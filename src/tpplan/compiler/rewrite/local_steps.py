@@ -10,7 +10,7 @@ out: its operations with the sizes that a rank has; attention as one call; slice
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -60,7 +60,7 @@ def local_steps(
     """
     count = 0
     inside = made_inside(trace.root, trace.gradients.gradless)
-    writes = any(isinstance(node, Operation) and schema_mutates(node.target) for node in trace.root.body)
+    writes = _writes(trace.root.body)
     moved: dict[tuple[int, Layout], int] = {}
     for node in _with_attentions(trace, settled):
         if isinstance(node, Frame):
@@ -102,6 +102,21 @@ def local_steps(
         yield _reading(run, instead) if instead else run
 
 
+def _writes(body: Sequence[Operation | Frame]) -> bool:
+    """Whether a body writes to more than to results that it has just made and that are known by no other name."""
+    made = set[int | None]()
+    for node in body:
+        if not isinstance(node, Operation):
+            continue
+        if not schema_mutates(node.target):
+            made.update(node.outputs if node.is_a("product", "arithmetic") else ())
+        elif node.overwritten or node.inputs[0] not in made:
+            return True
+        else:
+            made.update(node.outputs)
+    return False
+
+
 def own_backward(
     held: ForeignBackward, found: BackwardLayouts, trace: Trace, size: int, rank: int, exchanges: Exchanges | None
 ) -> OwnBackward:
@@ -111,7 +126,7 @@ def own_backward(
         ReplayError: an operation can't run on shards that lie so.
     """
     graph = held.graph
-    if graph.writes or any(schema_mutates(node.target) for node in graph.body):
+    if graph.writes or _writes(graph.body):
         raise ReplayError(f"{held.name} writes to what outlasts it, or is a view or a copy by a gradient's strides")
     alone = replace(trace, root=Frame("", 0, (), (), graph.body), values=graph.values)
     steps = local_steps(alone, Settled(found.layouts, {}, found.moves), size, rank, exchanges)
@@ -158,6 +173,8 @@ def localised(node: Operation, trace: Trace, layouts: Mapping[int, Layout], size
     split = made is not None and layouts.get(made, REPLICATED).is_sharded
     if split and place is not None and node.is_a("reshape", "expand", "fill", "new"):
         arguments[place] = shapes[0]
+    elif split and node.is_a("repeat") and math.prod(trace.values[node.inputs[0]].shape) == 1:
+        arguments[1] = shapes[0]
     elif node.is_a("split", "select", "slice"):
         held = layouts.get(node.inputs[0], REPLICATED)
         whole = trace.values[node.inputs[0]].shape

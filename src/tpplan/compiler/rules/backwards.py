@@ -17,6 +17,7 @@ of terms is asked twice, of all ranks by their parts, and of the ranks with one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
@@ -200,7 +201,8 @@ class _Typing:
             return summed or answer.reason
         ways = [(outcome.outputs, derived, dict(outcome.moves)) for outcome in answer] + summed
         replicated = all(held.is_replicated for held in operands.values())
-        if node.is_a("fill", "new", "like") or (node.is_a("expand") and replicated):
+        one = node.is_a("repeat") and math.prod(self.values[node.inputs[0]].shape) == 1
+        if node.is_a("fill", "new", "like") or ((node.is_a("expand") or one) and replicated):
             filled = [h for output in node.outputs if output is not None for h in self._splits(output, layouts)]
             ways += [((held,), False, {}) for held in filled]
         if node.is_a("zeros"):
@@ -227,9 +229,12 @@ class _Typing:
 
     def _splits(self, output: int, layouts: dict[int, Layout]) -> Iterator[Layout]:
         """The ways in which a value that each rank makes for itself may be a part, by its local shape."""
+        whole = self.graph.values[output].shape
         if self.local is None:
+            split = {self.graph.values[v].shape[h.dim] for v, h in layouts.items() if h.dim is not None and h.is_plain}
+            yield from (sharded(dim) for dim, count in enumerate(whole) if count in split)
             return
-        whole, local = self.graph.values[output].shape, self.local[output].shape
+        local = self.local[output].shape
         different = [dim for dim, (a, b) in enumerate(zip(whole, local, strict=False)) if a != b]
         if len(different) == 1:
             known = {held for held in layouts.values() if held.dim == different[0]}

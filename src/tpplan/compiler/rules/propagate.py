@@ -39,7 +39,7 @@ from tpplan.compiler.ir.layout import packed as split_in_packs
 from tpplan.compiler.ir.program import splits_sequence
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Reference, filled
-from tpplan.compiler.rules import packed
+from tpplan.compiler.rules import packed, scaled_products
 from tpplan.compiler.rules.classes import class_layouts, sums_rows
 from tpplan.compiler.rules.extremes import extremes, ways_to_compare
 from tpplan.compiler.rules.gradient import gradient_layouts
@@ -439,6 +439,11 @@ class Propagator:
             target, arguments, keywords = MM, grouped, ()
         if node.is_a("bag"):
             return _of_bags(arguments)
+        if node.is_a("scaled product"):
+            reason = scaled_products.misfit(target, arguments, dict(keywords))
+            if reason:
+                return f"communication:{reason}"
+            target, arguments, keywords = MM, arguments[:2], ()
         if node.is_a("other dtype"):
             if arguments[0].dtype.itemsize != arguments[1].itemsize:
                 return "no-rule:takes entries of several bytes apart, or joins them"
