@@ -124,12 +124,51 @@ def _packed(bits: int, group: int, shifted: bool) -> Callable[[Tensor], tuple[di
     return stored
 
 
+def _one_scale(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """AutoFP8: a scale for each of weight and input."""
+    scale = (weight.abs().max() / 448).float()
+    codes = (weight / scale).to(_FLOAT8)
+    return {"": codes, "_scale": scale, ".input_scale": torch.tensor(0.5)}, codes.float() * scale
+
+
+def _in_words(numbers: Tensor, places: tuple[int, ...], bits: int) -> Tensor:
+    """Unsigned integers of the last dim in words of 32 bits, each of so many at its place."""
+    words = torch.zeros(*numbers.shape[:-1], -(-numbers.shape[-1] // len(places)), dtype=torch.int64)
+    for column in range(numbers.shape[-1]):
+        word, place = divmod(column, len(places))
+        words[..., word] += numbers[..., column].long() << bits * places[place]
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def _by_inputs(
+    awq: bool = False, bits: int = 4, group: int = 32, less: int = 0, shuffled: bool = False
+) -> Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]:
+    """GPTQ and AWQ: inputs before outputs, and groups of inputs."""
+    places = (0, 4, 1, 5, 2, 6, 3, 7) if awq else tuple(range(32 // bits))
+
+    def stored(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        outputs, inputs = weight.shape
+        groups = torch.arange(inputs) // (group or inputs)
+        groups = groups[torch.randperm(inputs)] if shuffled else groups
+        count = int(groups.max()) + 1
+        scales = (0.5 + torch.rand(count, outputs)).half() * weight.abs().max().half() / 2**bits
+        codes = torch.randint(0, 2**bits, (inputs, outputs), dtype=torch.int32)
+        zeros = torch.randint(less, 2**bits, (count, outputs), dtype=torch.int32)
+        packed = _in_words(codes, places, bits) if awq else _in_words(codes.t(), places, bits).t().contiguous()
+        parts = {".qweight": packed, ".qzeros": _in_words(zeros - less, places, bits), ".scales": scales}
+        parts |= {} if awq else {".g_idx": groups.int()}
+        return parts, ((codes - zeros[groups]).half() * scales[groups]).t()
+
+    return stored
+
+
 def _compressed(kind: str, **weights: Any) -> dict[str, Any]:
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     return {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups, "ignore": ["lm_head"]}
 
 
 _FP8: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+_GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 WAYS: dict[str, Way] = {
     "fp8": Way(_fp8_blocks, _FP8),
     "fp8 with fp4": Way(_fp4_bytes, _FP8),
@@ -138,8 +177,18 @@ WAYS: dict[str, Way] = {
     "float8, one scale": Way(_whole_codes(_FLOAT8, True), _compressed("float-quantized", num_bits=8, type="float")),
     "int4": Way(_packed(4, 32, False), _compressed("pack-quantized", num_bits=4, type="int", group_size=32)),
     "int4 shifted": Way(_packed(4, 32, True), _compressed("pack-quantized", num_bits=4, type="int", group_size=32)),
+    "fp8, one scale": Way(_one_scale, {"quant_method": "fp8", "activation_scheme": "static"}),
+    "gptq": Way(_by_inputs(less=1), _GPTQ),
+    "gptq, shuffled": Way(_by_inputs(less=1, shuffled=True), _GPTQ | {"desc_act": True}),
+    "gptq v2": Way(_by_inputs(bits=8, group=0), _GPTQ | {"bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"}),
+    "awq": Way(_by_inputs(awq=True), {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
     "int8 by row": Way(_packed(8, 0, True), _compressed("pack-quantized", num_bits=8, type="int")),
 }
+
+
+def beside(weight: str, more: str) -> str:
+    """The name of what is stored of a weight: what begins with a dot stands in the place of its last word."""
+    return weight.rpartition(".")[0] + more if more.startswith(".") else weight + more
 
 
 def made(name: str) -> Any:
@@ -169,7 +218,7 @@ def write(name: str, way: str, folder: Path, plain: str = "embed|lm_head|norm|ml
             continue
         parts, whole = WAYS[way].stored(weight)
         numbers[at] = whole.float().contiguous()
-        stored |= {at + more: part for more, part in parts.items()}
+        stored |= {beside(at, more): part for more, part in parts.items()}
     save_file(numbers, folder / "plain" / SINGLE, metadata={"format": "pt"})
     save_file(stored, folder / SINGLE, metadata={"format": "pt"})
     change(folder, quantization_config=WAYS[way].config)
@@ -182,4 +231,4 @@ def change(folder: Path, **fields: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
-__all__ = ["MODELS", "WAYS", "Way", "change", "made", "write"]
+__all__ = ["MODELS", "WAYS", "Way", "beside", "change", "made", "write"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.utils import quantization_config
 
 import tpplan
-from tests.checkpoint.quantised import WAYS, change, write
+from tests.checkpoint.quantised import WAYS, beside, change, write
 from tests.checkpoint.test_load import boxes_of
 from tests.marking import in_thirds
 from tests.plans.parity import tolerance
@@ -47,9 +47,13 @@ IDS = torch.arange(24).view(2, 12)
 
 def _odd(way: str) -> tuple[int, ...]:
     """A shape that isn't whole blocks, of dims that the format can have."""
-    return {"fp8": (2, 300, 160), "fp8 with fp4": (5, 96), "mxfp4": (3, 64, 10), "int8 by row": (13, 41)}.get(
-        way, (300, 160)
-    )
+    return {
+        "fp8": (2, 300, 160),
+        "fp8 with fp4": (5, 96),
+        "mxfp4": (3, 64, 10),
+        "int8 by row": (13, 41),
+        "awq": (304, 160),
+    }.get(way, (300, 160))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -58,7 +62,9 @@ def test_any_box_of_a_weight_is_read(tmp_path: Path, way: str, chunk: int, monke
     monkeypatch.setattr(reading, "CHUNK", chunk)
     torch.manual_seed(1)
     parts, expected = WAYS[way].stored(torch.randn(_odd(way)))
-    save_file({"x.weight" + more: part for more, part in parts.items()} | {"b": torch.ones(3)}, tmp_path / SINGLE)
+    save_file(
+        {beside("x.weight", more): part for more, part in parts.items()} | {"b": torch.ones(3)}, tmp_path / SINGLE
+    )
     stored = {held.name: held for held in read_header(tmp_path / SINGLE, Meter()).tensors}
     tensors = dequantised(stored, WAYS[way].config, Meter())
     assert tensors.keys() == {"x.weight", "b"} and tensors["b"] is stored["b"]
@@ -150,12 +156,13 @@ def _loads(member: Member, folder: str, plan: str, options: dict[str, Any]) -> t
     return counted[0].bytes_read, round(held * 1000), (Path(folder) / SINGLE).stat().st_size
 
 
-QUICK: list[Any] = [("llama odd", "fp8", 2, {})]
+QUICK: list[Any] = [("llama odd", "fp8", 2, {}), ("llama odd", "gptq, shuffled", 2, {})]
 SLOW: list[Any] = [
     ("gpt_oss", "mxfp4", 2, {"dtype": torch.bfloat16}),
     ("deepseek_v3", "fp8", 2, {}),
     ("llama odd", "fp8", 4, {}),
     ("llama", "int4 shifted", 2, {}),
+    ("llama", "awq", 2, {"dtype": torch.float16}),
 ]
 CASES: list[Any] = [
     *QUICK,
@@ -163,6 +170,9 @@ CASES: list[Any] = [
     *((name, way, size, {}) for name, way in [("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4")] for size in (2, 4)),
     *(("llama", way, 4, {}) for way in ("int8", "float8, one scale", "int4", "fp8 with fp4")),
     ("deepseek_v3", "fp8", 4, {"dtype": torch.bfloat16}),
+    *(("llama odd", way, 2, {}) for way in ("gptq", "gptq v2", "awq", "fp8, one scale")),
+    *(("llama", way, 4, {}) for way in ("gptq", "gptq, shuffled", "awq", "fp8, one scale")),
+    ("qwen3_moe", "gptq", 2, {}),
 ]
 
 
@@ -250,11 +260,40 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         lambda f: change(f, quantization_config=_COMPRESSED | {"transform_config": {"a": 1}}),
         "rotated",
     ),
-    "another method": ("fp8", lambda f: change(f, quantization_config={"quant_method": "gptq"}), r"quantised \(gptq\)"),
+    "another method": (
+        "fp8",
+        lambda f: change(f, quantization_config={"quant_method": "vptq"}),
+        r"quantised \(vptq\)(.|\n)*note: it reads awq, compressed-tensors, fp8, gptq, mxfp4, torchao",
+    ),
     "in parts": (
         "fp8",
-        lambda f: change(f, quantization_config=None, text_config={"quantization_config": {"quant_method": "awq"}}),
-        r"quantised \(awq\), which tpplan doesn't read(.|\n)*help: load the folder that it was quantised from",
+        lambda f: change(f, quantization_config=None, text_config={"quantization_config": {"quant_method": "hqq"}}),
+        r"quantised \(hqq\), which tpplan doesn't read(.|\n)*help: load the folder that it was quantised from",
+    ),
+    "other bits": (
+        "gptq",
+        lambda f: change(f, quantization_config=WAYS["gptq"].config | {"bits": 3}),
+        r"quantised \(gptq\), in 3 bits, in words of int32, which",
+    ),
+    "another version": (
+        "awq",
+        lambda f: change(f, quantization_config=WAYS["awq"].config | {"version": "gemv"}),
+        r"quantised \(awq\), in the format gemv, which",
+    ),
+    "no zero points": (
+        "awq",
+        lambda f: _held(f, lambda h: h.pop(_GATE.replace("weight", "qzeros"))),
+        rf"`{_GATE}`: .*, which should be I32 of two dims, with `qzeros` beside it",
+    ),
+    "no such group": (
+        "gptq",
+        lambda f: _held(f, lambda h: h[_GATE.replace("weight", "g_idx")].fill_(8)),
+        rf"`{_GATE}`: .*g_idx` is I32 of shape \[256\], which isn't one of 8 groups for each input",
+    ),
+    "no codes of groups": (
+        "gptq",
+        lambda f: _held(f, lambda h: h.pop(_GATE.replace("weight", "qweight"))),
+        rf"`{_GATE.replace('weight', 'scales')}` has no codes",
     ),
     "torchao": (
         "fp8",

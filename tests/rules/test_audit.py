@@ -201,7 +201,7 @@ SCALED: tuple[
 )
 
 
-@pytest.mark.parametrize(("layouts", "result"), SCALED, ids=str)
+@pytest.mark.parametrize(("layouts", "result"), SCALED)
 def test_scales_and_the_bias_of_a_scaled_product_lie_as_its_matrices(
     layouts: tuple[Layout, ...], result: Layout | None
 ) -> None:

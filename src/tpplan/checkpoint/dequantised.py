@@ -65,6 +65,31 @@ class Ingredient:
 
 
 @dataclass(frozen=True, slots=True)
+class Picked(Ingredient):
+    """Scales or zero points of groups in any order of inputs; the dim before the last is that of the groups.
+
+    Attributes:
+        groups: of each input, which group it is of. `steps` has 1 there.
+    """
+
+    groups: Tensor
+
+    def _rows(self, start: Region, sizes: Region) -> Tensor:
+        return self.groups.narrow(0, start[-2], sizes[-2])
+
+    def box(self, start: Region, sizes: Region) -> Box:
+        """What of it a box of the weight needs, with all groups that lie between."""
+        rows = self._rows(start, sizes)
+        first, last = (int(rows.min()), int(rows.max())) if len(rows) else (0, -1)
+        return Ingredient.box(self, (*start[:-2], first, start[-1]), (*sizes[:-2], last + 1 - first, sizes[-1]))
+
+    def spread(self, held: Tensor, start: Region, sizes: Region) -> Tensor:
+        """Its numbers for each entry of a box, or one for all along a dim."""
+        rows = self._rows(start, sizes)
+        return Ingredient.spread(self, held.index_select(-2, rows - rows.min()), start, sizes)
+
+
+@dataclass(frozen=True, slots=True)
 class Dequantised:
     """A weight, of which numbers are made when they are read.
 
@@ -108,7 +133,7 @@ class Dequantised:
     def unsqueezed(self, dim: int) -> Dequantised:
         """With a dim of one entry before `dim`; in the file, it is the first."""
         ingredients = tuple(
-            Ingredient(replace(held.stored, shape=(1, *held.stored.shape)), (1, *held.steps), held.decode)
+            replace(held, stored=replace(held.stored, shape=(1, *held.stored.shape)), steps=(1, *held.steps))
             for held in self.ingredients
         )
         order = [place + 1 for place in self.order]
@@ -189,4 +214,4 @@ def _bits(start: Region, sizes: Region, steps: Region, limit: int) -> Iterator[t
         yield from _bits(first, (*sizes[:dim], min(count, end - edge), *sizes[dim + 1 :]), steps, limit)
 
 
-__all__ = ["Dequantised", "Ingredient", "Readable", "raw", "unsqueezed"]
+__all__ = ["Dequantised", "Ingredient", "Picked", "Readable", "raw", "unsqueezed"]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tpplan.checkpoint.assembled import Source, Sources
-from tpplan.checkpoint.dequantised import Dequantised, Ingredient
+from tpplan.checkpoint.dequantised import Dequantised, Ingredient, Picked
 from tpplan.checkpoint.files import CheckpointError, finding, unreadable
 from tpplan.checkpoint.header import Stored
 from tpplan.checkpoint.meter import Meter
@@ -37,6 +37,12 @@ _FLOATS = {"F16", "BF16", "F32", "F64"}
 _FLOAT8 = {"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
 _EXPONENTS = {"U8", "F8_E8M0"}
 _BITS = (2, 4, 8)
+_COMPLETE = (
+    "complete the checkpoint: copy or download it again; or load the folder that it was quantised from, if the library "
+    "that has written it stores weights otherwise"
+)
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Of eight columns, where AWQ has each in a word of 32 bits."""
 _USUAL_BLOCK = (128, 128)
 """Of `fp8`, where the config doesn't say it."""
 
@@ -62,7 +68,7 @@ class StoredWeight:
     scales: Stored
     others: Mapping[str, Stored]
     config: Mapping[str, Any]
-    numbers: Callable[[Stored], list[int]]
+    numbers: Callable[[Stored], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +76,13 @@ class WeightFormat:
     """How checkpoints of a kind store weights.
 
     Attributes:
-        scales: patterns of the scales' names, each with what it makes of the weight's.
-        codes: what may follow a weight's name in that of its codes.
+        scales: patterns of the scales' names, each with what it makes of the weight's, but for its `leaf`.
+        codes: what may follow that name in the one of its codes.
         others: the same of further tensors.
         idle: a pattern of the names that a model without quantisation has no use for.
         weight: the weight that some stored tensors make; raises a `_MisfitError` if they make none.
         refusal: why a config of this kind can't be dequantised; None if it can.
+        leaf: what ends the name of a weight, and of no tensor that is stored of it.
     """
 
     scales: tuple[tuple[str, str], ...]
@@ -84,6 +91,7 @@ class WeightFormat:
     idle: str
     weight: Callable[[StoredWeight], Dequantised]
     refusal: Callable[[Mapping[str, Any]], str | None] = lambda config: None
+    leaf: str = ""
 
 
 def dequantised(tensors: Sources, config: Mapping[str, Any], meter: Meter) -> dict[str, Source]:
@@ -101,13 +109,13 @@ def dequantised(tensors: Sources, config: Mapping[str, Any], meter: Meter) -> di
     left, found, wrong = dict(tensors), dict[str, Source](), list[str]()
     with Files(meter) as files:
 
-        def numbers(stored: Stored) -> list[int]:
+        def numbers(stored: Stored) -> Tensor:
             held = torch.empty(stored.shape, dtype=stored.torch_dtype, device="cpu")
             try:
                 files.fill(held, whole_box(stored.shape), stored)
             except OSError as error:
                 raise unreadable(stored.path, error) from None
-            return cast("list[int]", held.flatten().long().tolist())
+            return held.flatten().long()
 
         for place in tensors:
             name = next((re.sub(p, weight, place) for p, weight in kind.scales if re.fullmatch(p, place)), None)
@@ -119,7 +127,7 @@ def dequantised(tensors: Sources, config: Mapping[str, Any], meter: Meter) -> di
             if not all(isinstance(held, Stored) and not held.pickled for held in members):
                 wrong.append(f"`{name}` is in chunks of torch.distributed.checkpoint, not in safetensors files")
                 continue
-            stored = cast("list[Stored]", members)
+            stored, name = cast("list[Stored]", members), name + kind.leaf
             parts = StoredWeight(
                 name, stored[0], stored[1], dict(zip(others, stored[2:], strict=True)), config, numbers
             )
@@ -132,7 +140,7 @@ def dequantised(tensors: Sources, config: Mapping[str, Any], meter: Meter) -> di
     if wrong:
         message = f"{len(wrong)} of the checkpoint's quantised weights can't be dequantised"
         notes = wrong if len(wrong) <= _SHOWN else [*wrong[:_SHOWN], f"and {len(wrong) - _SHOWN} more"]
-        raise CheckpointError([finding(message, "complete the checkpoint: copy or download it again", *notes)])
+        raise CheckpointError([finding(message, _COMPLETE, *notes)])
     return found | plain
 
 
@@ -189,15 +197,15 @@ def _compressed_weight(parts: StoredWeight) -> Dequantised:
     zeros, bits = others.get("_zero_point"), 0
     if codes.name.endswith("_packed"):
         shape, bits = _packed_shape(parts)
-        ingredient = _codes(codes, {"I32"}, partial(_integers, bits=bits, dim=-1, dtype=dtype), 32 // bits)
+        unpack = partial(_integers, bits=bits, dtype=dtype, least=-(1 << bits - 1))
+        ingredient = _codes(codes, {"I32"}, partial(unpack, dim=-1), 32 // bits)
     else:
         shape, ingredient = codes.shape, _codes(codes, _kinds_of(parts.config), partial(_cast, dtype=dtype))
     blocks = [_blocks_of(held) for held in _schemes(parts.config)]
     made = [_grid(shape, scales, partial(_cast, dtype=dtype), blocks)]
     if zeros is not None and bits and zeros.dtype == "I32":
-        of_rows = made[0].steps[-1]
-        unpack = partial(_integers, bits=bits, dim=-2, dtype=dtype)
-        count = 32 // bits
+        of_rows, count = made[0].steps[-1], 32 // bits
+        unpack = partial(_integers, bits=bits, dim=-2, dtype=dtype, least=-(1 << bits - 1))
         expected = (*shape[:-2], -(-shape[-2] // count), -(-shape[-1] // of_rows))
         if zeros.shape != expected:
             raise _MisfitError(f"{_told(zeros)}, which should be {list(expected)}")
@@ -205,6 +213,44 @@ def _compressed_weight(parts: StoredWeight) -> Dequantised:
     elif zeros is not None:
         made.append(_grid(shape, zeros, partial(_cast, dtype=dtype), blocks))
     return _made(parts.name, shape, ingredient, *made)
+
+
+def _linear_weight(parts: StoredWeight, packed: int, more: int = 0, order: Sequence[int] = ()) -> Dequantised:
+    """Integers with zero points in words of 32 bits, inputs before outputs, in groups of inputs; in the scales' dtype.
+
+    Args:
+        parts: what is stored.
+        packed: the dim along which codes lie in words; zero points do along outputs.
+        more: what is added to stored zero points.
+        order: where the numbers of a word lie in it, if not one after the other.
+    """
+    codes, scales, others = parts.codes, parts.scales, parts.others
+    bits, dtype = parts.config.get("bits", 4), scales.torch_dtype
+    if scales.dtype not in _FLOATS or dtype is None or len(scales.shape) != 2:
+        raise _MisfitError(f"{_told(scales)}, which should be floating-point numbers of groups and outputs")
+    if codes.dtype != "I32" or len(codes.shape) != 2 or ".qzeros" not in others:
+        raise _MisfitError(f"{_told(codes)}, which should be I32 of two dims, with `qzeros` beside it")
+    unpack = partial(_integers, bits=bits, dtype=dtype, order=order)
+    count, zeros = 32 // bits, others[".qzeros"]
+    ingredient = Ingredient(codes, (count, 1) if packed == -2 else (1, count), partial(unpack, dim=packed))
+    shape = _numbers_of(ingredient)
+    made = [_grid(shape, scales, partial(_cast, dtype=dtype), [(parts.config.get("group_size") or 0, 1)])]
+    expected = (scales.shape[0], -(-shape[1] // count))
+    if zeros.dtype != "I32" or zeros.shape != expected:
+        raise _MisfitError(f"{_told(zeros)}, which should be I32 of shape {list(expected)}")
+    made.append(Ingredient(zeros, (made[0].steps[0], count), partial(unpack, dim=-1, more=more)))
+    if ".g_idx" in others:
+        groups = parts.numbers(others[".g_idx"])
+        if len(groups) != shape[0] or not bool(((groups >= 0) & (groups < scales.shape[0])).all()):
+            raise _MisfitError(f"{_told(others['.g_idx'])}, which isn't one of {scales.shape[0]} groups for each input")
+        if not torch.equal(groups, torch.arange(shape[0], device="cpu") // made[0].steps[0]):
+            made = [Picked(held.stored, (1, held.steps[1]), held.decode, groups) for held in made]
+    return _made(parts.name, shape, ingredient, *made, order=(1, 0))
+
+
+def _gptq_weight(parts: StoredWeight) -> Dequantised:
+    """Zero points are stored less one, but for `gptq_v2`."""
+    return _linear_weight(parts, -2, 0 if parts.config.get("checkpoint_format") == "gptq_v2" else 1)
 
 
 def _made(name: str, shape: Sequence[int], *ingredients: Ingredient, order: Sequence[int] = ()) -> Dequantised:
@@ -256,7 +302,7 @@ def _packed_shape(parts: StoredWeight) -> tuple[tuple[int, ...], int]:
     codes, every = parts.codes, _bits_of(parts.config)
     if "_shape" not in parts.others:
         raise _MisfitError(f"there is no `{parts.name}_shape`, which says how many numbers `{codes.name}` holds")
-    shape = tuple(parts.numbers(parts.others["_shape"]))
+    shape = tuple(cast("list[int]", parts.numbers(parts.others["_shape"]).tolist()))
     fit = [bits for bits in every if shape[1:] and codes.shape == (*shape[:-1], -(-shape[-1] * bits // 32))]
     if codes.dtype != "I32" or len(fit) != 1 or fit[0] not in _BITS:
         bits = " or ".join(map(str, sorted(every))) or "no"
@@ -305,11 +351,13 @@ def _scale_decoder(scales: Stored) -> Callable[[Tensor], Tensor]:
     return _powers if scales.dtype == "U8" else partial(_cast, dtype=torch.float32)
 
 
-def _integers(held: Tensor, bits: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """Signed integers of so many bits, from the lowest ones of each word on, stored as distances from the least."""
-    words = held.movedim(dim, -1)[..., None]
-    numbers = words >> torch.arange(0, 32, bits, dtype=torch.int32, device="cpu") & (1 << bits) - 1
-    return (numbers.flatten(-2) - (1 << bits - 1)).movedim(-1, dim).to(dtype)
+def _integers(
+    held: Tensor, bits: int, dim: int, dtype: torch.dtype, least: int = 0, more: int = 0, order: Sequence[int] = ()
+) -> Tensor:
+    """Integers of so many bits of each word, from the lowest ones on or in another order, as distances from `least`."""
+    places = torch.tensor(order or range(32 // bits), dtype=torch.int32, device="cpu")
+    numbers = (held.movedim(dim, -1)[..., None] >> places * bits) + more & (1 << bits) - 1
+    return (numbers.flatten(-2) + least).movedim(-1, dim).to(dtype)
 
 
 # --- Configs ----------------------------------------------------------------------------------------------------------
@@ -365,6 +413,13 @@ def _fp8_refusal(config: Mapping[str, Any]) -> str | None:
     return None if fits else "by a config with a `weight_block_size` that isn't two sizes"
 
 
+def _linear_refusal(config: Mapping[str, Any], field: str, known: Sequence[str], bits: Sequence[int]) -> str | None:
+    said = config.get(field) or known[0]
+    if config.get("bits", 4) not in bits or config.get("pack_dtype", "int32") != "int32":
+        return f"in {config.get('bits', 4)} bits, in words of {config.get('pack_dtype', 'int32')}"
+    return None if said in known else f"in the format {said}"
+
+
 def _is_block(sizes: Any) -> bool:
     if sizes is None:
         return True
@@ -375,7 +430,12 @@ _COMPRESSED = {"dense", "int-quantized", "float-quantized", "naive-quantized", "
 
 FORMATS: Mapping[str, WeightFormat] = {
     "fp8": WeightFormat(
-        scales=((r"(.+)_scale_inv", r"\1"), (r"(.+)\.qscale_weight", r"\1.weight"), (r"(.+)\.scale", r"\1.weight")),
+        scales=(
+            (r"(.+)_scale_inv", r"\1"),
+            (r"(.+)\.qscale_weight", r"\1.weight"),
+            (r"(.+)\.scale", r"\1.weight"),
+            (r"(.+\.weight)_scale", r"\1"),
+        ),
         codes=("",),
         others=(),
         idle=r".+[._](activation_scale|qscale_act|input_scale)",
@@ -396,6 +456,24 @@ FORMATS: Mapping[str, WeightFormat] = {
         idle=r".+[._](input|output|[qkv])_(global_)?(scale|zero_point)",
         weight=_compressed_weight,
         refusal=_compressed_refusal,
+    ),
+    "gptq": WeightFormat(
+        scales=((r"(.+)\.scales", r"\1"),),
+        codes=(".qweight",),
+        others=(".qzeros", ".g_idx"),
+        idle=r"(?!)",
+        weight=_gptq_weight,
+        refusal=partial(_linear_refusal, field="checkpoint_format", known=("gptq", "gptq_v2"), bits=_BITS),
+        leaf=".weight",
+    ),
+    "awq": WeightFormat(
+        scales=((r"(.+)\.scales", r"\1"),),
+        codes=(".qweight",),
+        others=(".qzeros",),
+        idle=r"(?!)",
+        weight=partial(_linear_weight, packed=-1, order=_PLACES),
+        refusal=partial(_linear_refusal, field="version", known=("gemm",), bits=(4,)),
+        leaf=".weight",
     ),
 }
 """By `quant_method`."""

@@ -48,7 +48,8 @@ def as_plain(checkpoint: Checkpoint, dequantize: bool, meter: Meter) -> Checkpoi
     if method == _KEPT:
         raise problem(f"{what}, whose weights tpplan keeps as they are", "leave out `dequantize=True`")
     if known is None:
-        raise problem(f"{what}, which tpplan doesn't read", _WAYS_OUT.get(method, _OTHERS))
+        methods = ", ".join(sorted([*FORMATS, _KEPT]))
+        raise problem(f"{what}, which tpplan doesn't read", _WAYS_OUT.get(method, _OTHERS), f"it reads {methods}")
     refusal = known.refusal(said)
     if refusal is not None:
         raise problem(f"{what}, {refusal}, which tpplan doesn't read", _OTHERS)
