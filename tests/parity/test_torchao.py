@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
@@ -247,6 +248,28 @@ def test_processes_train_in_float8(tp: int, ways: tuple[tuple[str, dict[str, str
     world(tp).run(_train, ways)
 
 
+def _beside_fsdp(member: Member) -> None:
+    torch.manual_seed(0)
+    mesh, whole, halves = member.mesh(2, 2, names=("dp", "tp")), Mlp(nn.Linear), torch.randn(2, 2, 16, WIDTH)
+    whole = _float8_training(whole)
+    model: Any = tpplan.parallelize(copy.deepcopy(whole), PLAN, mesh["tp"], (halves[0],))
+    for each in (model.up, model.down, model):
+        fully_shard(each, mesh=mesh["dp"])
+    given = halves[member.rank // 2]
+    made = model(given)
+    assert_close(made, whole(given))
+    made.sum().backward()
+    for half in halves:
+        (whole(half).sum() / 2).backward()
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_fsdp_gathers_plain_weights_beside_float8_layers() -> None:
+    world(4).run(_beside_fsdp)
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 def _qat(model: nn.Module) -> nn.Module:
     qat: Any = importlib.import_module("torchao.quantization.qat")
@@ -260,7 +283,7 @@ def _qat(model: nn.Module) -> nn.Module:
         (
             partial(_float8_training, gathers=True),
             "colwise",
-            r"TP112.*DynamicFloat8CastTensor`.*requires grad",
+            r"TP112.*DynamicFloat8CastTensor`.*`fsdp_pre_all_gather`(.|\n)*`enable_fsdp_float8_all_gather=False`",
         ),
         (_qat, "colwise", r"TP107.*leaves a tensor.*`up.weight_fake_quantizer.scale`"),
     ],

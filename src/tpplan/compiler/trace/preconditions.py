@@ -147,14 +147,32 @@ def _of_other_classes(model: nn.Module) -> Iterator[Diagnostic]:
                 message=f"`{name}` is {with_article(f'{type(tensor).__module__}.{type(tensor).__name__}')}, a tensor "
                 "whose class says itself what operations on it compute, and what is proved of plain tensors doesn't "
                 f"hold for it: {_whole_for(tensor)}",
-                help=f"keep plain numbers in `{name}`, such as weights that aren't quantised, or quantised numbers "
-                "and their scales as plain tensors with which the layer's own forward computes",
+                help=_UNGATHERED
+                if _gathers_itself(tensor)
+                else f"keep plain numbers in `{name}`, such as weights "
+                "that aren't quantised, or quantised numbers and their scales as plain tensors with which the layer's "
+                "own forward computes",
                 subject=name.rpartition(".")[0] or name,
             )
 
 
+_UNGATHERED = (
+    "convert the model without it, as by torchao's `enable_fsdp_float8_all_gather=False`: FSDP2 gathers plain weights, "
+    "and the layers round them after that by the largest entry of all ranks"
+)
+
+
+def _gathers_itself(tensor: Tensor) -> bool:
+    return tensor.requires_grad and hasattr(tensor, "fsdp_pre_all_gather")
+
+
 def _whole_for(tensor: Tensor) -> str:
     """Why a tensor wasn't taken apart."""
+    if _gathers_itself(tensor):
+        return (
+            "it says itself what FSDP2 gathers of it (`fsdp_pre_all_gather`): of a rank's part numbers that are "
+            "rounded by the largest entry of that part"
+        )
     try:
         Assembly.of(tensor, "")
     except WrapperError as error:
