@@ -125,10 +125,18 @@ def _packed(bits: int, group: int, shifted: bool) -> Callable[[Tensor], tuple[di
 
 
 def _one_scale(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """AutoFP8: a scale for each of weight and input."""
+    """AutoFP8: a scale for each of weight, input and keys."""
     scale = (weight.abs().max() / 448).float()
     codes = (weight / scale).to(_FLOAT8)
-    return {"": codes, "_scale": scale, ".input_scale": torch.tensor(0.5)}, codes.float() * scale
+    idle = {".input_scale": torch.tensor(0.5), ".k_scale": torch.tensor(0.5)}
+    return {"": codes, "_scale": scale} | idle, codes.float() * scale
+
+
+def _rows(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """FBGEMM: a scale for each row, and the most that one of an input's may be."""
+    scales = weight.abs().amax(1, keepdim=True).float() / 448
+    codes = (weight / scales).to(_FLOAT8)
+    return {"": codes, "_scale": scales, ".input_scale_ub": torch.tensor([1200.0])}, codes.float() * scales
 
 
 def _in_words(numbers: Tensor, places: tuple[int, ...], bits: int) -> Tensor:
@@ -178,6 +186,7 @@ WAYS: dict[str, Way] = {
     "int4": Way(_packed(4, 32, False), _compressed("pack-quantized", num_bits=4, type="int", group_size=32)),
     "int4 shifted": Way(_packed(4, 32, True), _compressed("pack-quantized", num_bits=4, type="int", group_size=32)),
     "fp8, one scale": Way(_one_scale, {"quant_method": "fp8", "activation_scheme": "static"}),
+    "fp8 by row": Way(_rows, {"quant_method": "fbgemm_fp8"}),
     "gptq": Way(_by_inputs(less=1), _GPTQ),
     "gptq, shuffled": Way(_by_inputs(less=1, shuffled=True), _GPTQ | {"desc_act": True}),
     "gptq v2": Way(_by_inputs(bits=8, group=0), _GPTQ | {"bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"}),

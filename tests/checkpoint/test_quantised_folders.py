@@ -170,7 +170,7 @@ CASES: list[Any] = [
     *((name, way, size, {}) for name, way in [("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4")] for size in (2, 4)),
     *(("llama", way, 4, {}) for way in ("int8", "float8, one scale", "int4", "fp8 with fp4")),
     ("deepseek_v3", "fp8", 4, {"dtype": torch.bfloat16}),
-    *(("llama odd", way, 2, {}) for way in ("gptq", "gptq v2", "awq", "fp8, one scale")),
+    *(("llama odd", way, 2, {}) for way in ("gptq", "gptq v2", "awq", "fp8 by row")),
     *(("llama", way, 4, {}) for way in ("gptq", "gptq, shuffled", "awq", "fp8, one scale")),
     ("qwen3_moe", "gptq", 2, {}),
 ]
@@ -263,7 +263,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "another method": (
         "fp8",
         lambda f: change(f, quantization_config={"quant_method": "vptq"}),
-        r"quantised \(vptq\)(.|\n)*note: it reads awq, compressed-tensors, fp8, gptq, mxfp4, torchao",
+        r"quantised \(vptq\)(.|\n)*note: it reads awq, compressed-tensors, fbgemm_fp8, fp8, gptq, mxfp4, torchao",
     ),
     "in parts": (
         "fp8",

@@ -428,20 +428,22 @@ def _is_block(sizes: Any) -> bool:
 
 _COMPRESSED = {"dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision"}
 
-FORMATS: Mapping[str, WeightFormat] = {
-    "fp8": WeightFormat(
-        scales=(
-            (r"(.+)_scale_inv", r"\1"),
-            (r"(.+)\.qscale_weight", r"\1.weight"),
-            (r"(.+)\.scale", r"\1.weight"),
-            (r"(.+\.weight)_scale", r"\1"),
-        ),
-        codes=("",),
-        others=(),
-        idle=r".+[._](activation_scale|qscale_act|input_scale)",
-        weight=_fp8_weight,
-        refusal=_fp8_refusal,
+_FP8 = WeightFormat(
+    scales=(
+        (r"(.+)_scale_inv", r"\1"),
+        (r"(.+)\.qscale_weight", r"\1.weight"),
+        (r"(.+)\.scale", r"\1.weight"),
+        (r"(.+\.weight)_scale", r"\1"),
     ),
+    codes=("",),
+    others=(),
+    idle=r".+[._](activation_scale|qscale_act|input_scale(_ub)?|(k|v|kv)_scale)",
+    weight=_fp8_weight,
+    refusal=_fp8_refusal,
+)
+FORMATS: Mapping[str, WeightFormat] = {
+    "fp8": _FP8,
+    "fbgemm_fp8": _FP8,
     "mxfp4": WeightFormat(
         scales=((r"(.+)_scales", r"\1"),),
         codes=("_blocks",),
