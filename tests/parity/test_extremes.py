@@ -206,6 +206,43 @@ class InProductsByRow(InProducts):
     by_row = True
 
 
+def coded(x: Tensor, by_row: bool = True) -> tuple[Tensor, Tensor]:
+    """Codes in float8, and a scale for each row, or one."""
+    largest = x.abs().amax(-1, keepdim=True) if by_row else x.abs().max()
+    scale = (largest / 448).float()
+    return (x / scale).to(torch.float8_e4m3fn).contiguous(), scale
+
+
+class Kernels(torch.autograd.Function):
+    """As `Product`, by the kernel; one scale beside those of rows is repeated, and both come after the product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, *_: object) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        (codes, scale), (by, theirs) = coded(x.flatten(0, 1)), coded(weight)
+        made = torch.ops.aten._scaled_mm.default(codes, by.t(), scale, theirs.t(), out_dtype=torch.float32)
+        return made.to(x.dtype).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        rows, gradient = x.flatten(0, 1), gradients[0].flatten(0, 1)
+        (codes, scale), (by, one) = coded(gradient), coded(weight, False)
+        columns, ones = one.repeat(weight.shape[1]).reshape(1, -1), scale.new_ones(())
+        back = torch.ops.aten._scaled_mm.default(codes, by.t().contiguous().t(), ones, ones, out_dtype=torch.float32)
+        back *= scale * columns
+        (codes, scale), (by, theirs) = coded(gradient.t()), coded(rows.t())
+        own = torch.ops.aten._scaled_mm.default(codes, by.t(), scale, theirs.t(), out_dtype=torch.float32)
+        return back.to(x.dtype).view_as(x), own.to(x.dtype), None
+
+
+class InKernels(InProducts):
+    """A layer of products of float8."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return Kernels.apply(input, self.weight) + self.bias  # pyright: ignore
+
+
 class Both(torch.autograd.Function):
     """Rounded, and its gradient as well."""
 
@@ -242,8 +279,17 @@ def test_gradients_are_rounded_by_the_largest_of_all(kind: type[nn.Linear], rule
     assert max(worst(layers(kind), rules, tp, calls[0], calls)) < 1e-12
 
 
+@pytest.mark.parametrize("tp", slow_but([2], [2, 4]))
+@pytest.mark.parametrize("rules", [PAIR, SEQUENCE])
+def test_products_of_float8_are_those_of_one_process(rules: dict[str, str], tp: int) -> None:
+    torch.manual_seed(0)
+    inner = nn.Sequential(InKernels(WIDTH, 64), nn.GELU(), InKernels(64, WIDTH))
+    calls = [tokens(2, 8), tokens(3, 16)]
+    assert max(worst(Around(inner).double(), rules, tp, calls[0], calls)) < 8 * torch.finfo(torch.float32).eps
+
+
 @pytest.mark.parametrize(
-    ("kind", "forward", "both"), [(InProducts, 3, 7), (InProductsByRow, 2, 4)]
+    ("kind", "forward", "both"), [(InProducts, 3, 7), (InProductsByRow, 2, 4), (InKernels, 2, 5)]
 )  # of one weight, of the other and its input; of these again, and of a gradient: by row, rows that are whole have none
 def test_what_a_backward_compares_is_counted(kind: type[nn.Linear], forward: int, both: int) -> None:
     (x,), _ = tokens(2, 8)

@@ -91,7 +91,7 @@ def _computed(readers: Readers, frame: Frame, passed: frozenset[int]) -> Iterato
             use = find_use(readers, value)
             parts = {name: dims for name, dims in parts_of(readers, value) if name.startswith(f"{frame.module}.")}
             codes = codes_among(readers, parts)
-            if parts.keys() <= known:
+            if isinstance(use, Addend) and parts.keys() <= known:
                 continue  # scales that are computed of the weight
             if use is not None and (codes or (parts and _is_computed(readers, value))):
                 known |= parts.keys()

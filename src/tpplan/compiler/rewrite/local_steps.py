@@ -110,7 +110,7 @@ def _writes(body: Sequence[Operation | Frame]) -> bool:
             continue
         if not schema_mutates(node.target):
             made.update(node.outputs if node.is_a("product", "arithmetic") else ())
-        elif node.overwritten or node.inputs[0] not in made:
+        elif node.overwritten or not node.is_a("arithmetic") or node.inputs[0] not in made:
             return True
         else:
             made.update(node.outputs)

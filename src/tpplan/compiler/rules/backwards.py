@@ -203,7 +203,7 @@ class _Typing:
         replicated = all(held.is_replicated for held in operands.values())
         one = node.is_a("repeat") and math.prod(self.values[node.inputs[0]].shape) == 1
         if node.is_a("fill", "new", "like") or ((node.is_a("expand") or one) and replicated):
-            filled = [h for output in node.outputs if output is not None for h in self._splits(output, layouts)]
+            filled = [h for output in node.outputs if output is not None for h in self._splits(output, layouts, one)]
             ways += [((held,), False, {}) for held in filled]
         if node.is_a("zeros"):
             ways += [(way, True, moves) for way, _, moves in ways if _has_terms(way[0])]
@@ -227,12 +227,15 @@ class _Typing:
         found = self.propagator.outcomes(node, self.values, parts.__getitem__)
         return [] if isinstance(found, Refusal) else [(outcome.outputs, True, dict(outcome.moves)) for outcome in found]
 
-    def _splits(self, output: int, layouts: dict[int, Layout]) -> Iterator[Layout]:
-        """The ways in which a value that each rank makes for itself may be a part, by its local shape."""
+    def _splits(self, output: int, layouts: dict[int, Layout], one: bool) -> Iterator[Layout]:
+        """The ways in which a value that each rank makes for itself may be a part, by its local shape.
+
+        Of `one` number that is repeated, where that isn't known, along dims of as many entries as are split elsewhere.
+        """
         whole = self.graph.values[output].shape
         if self.local is None:
             split = {self.graph.values[v].shape[h.dim] for v, h in layouts.items() if h.dim is not None and h.is_plain}
-            yield from (sharded(dim) for dim, count in enumerate(whole) if count in split)
+            yield from (sharded(dim) for dim, count in enumerate(whole) if one and count in split)
             return
         local = self.local[output].shape
         different = [dim for dim, (a, b) in enumerate(zip(whole, local, strict=False)) if a != b]
