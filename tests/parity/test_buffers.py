@@ -44,7 +44,7 @@ class Decaying(nn.Module):
         q, k, v = (t.view(batch, length, -1, SIZE).transpose(1, 2) for t in (q, k, v))
         kept = torch.zeros(batch, self.heads, SIZE, SIZE, dtype=q.dtype, device=q.device)
         kept = kept * torch.exp(-self.rates * length) + k.transpose(-1, -2) @ v
-        found = (q @ k.transpose(-1, -2) * self.window[1, :, :length, :length]) @ v + q @ kept
+        found = (q @ k.transpose(-1, -2) * self.window[1, :, :length, :length]).tril() @ v + q @ kept.triu()
         found = found * functional.silu(gate + self.shift).transpose(1, 2)[..., None]
         return self.out(found.transpose(1, 2).reshape(batch, length, -1))
 

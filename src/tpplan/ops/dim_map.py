@@ -175,6 +175,10 @@ def _sampled(target: OpOverload, arguments: Sequence[Any], before: Shape, after:
     return (0, 1, *(None,) * (len(after) - 2))
 
 
+def _of_matrices(target: OpOverload, arguments: Sequence[Any], before: Shape, after: Shape) -> DimMap | None:
+    return (*range(len(before) - 2), None, None)
+
+
 def _convolved(target: OpOverload, arguments: Sequence[Any], before: Shape, after: Shape) -> DimMap | None:
     """The rows, and the channels where each is convolved by itself."""
     each = arguments[8] == before[1] == after[1]
@@ -196,6 +200,7 @@ _MAPS: Mapping[str, _Map] = {
     "pool": _of_images,
     "fold": _folded,
     "sampling": _sampled,
+    "matrices": _of_matrices,
     "convolution": _convolved,
 }
 

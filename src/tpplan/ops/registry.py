@@ -254,6 +254,7 @@ _ROLES: Mapping[str, str] = {
     "along": "_fft_c2c.default _fft_r2c.default _fft_c2r.default unfold.default",
     "fourier": "_fft_c2c.default _fft_r2c.default _fft_c2r.default",
     "triangle": "tril.default",
+    "matrices": "tril.default triu.default",  # in the last two dims, each by itself
     "sampling": "grid_sampler_2d.default grid_sampler_3d.default",
     "accumulation": "mm.default bmm.default addmm.default baddbmm.default _grouped_mm.default mv.default addmv.default "
     "dot.default sum.default sum.dim_IntList mean.default mean.dim logsumexp.default convolution.default "

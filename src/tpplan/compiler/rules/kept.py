@@ -23,7 +23,7 @@ from tpplan.ops.dim_map import dim_map
 # Those of the operators with a dim map whose results have the same entries, or make each of entries of other dims.
 _KEEPING = (
     "alias", "copy", "detach", "transposition", "unsqueeze", "squeeze", "select", "unbind", "repeat", "pairs", "pool",
-    "fold", "along",
+    "fold", "along", "matrices",
 )  # fmt: skip
 
 
