@@ -138,8 +138,16 @@ class Checkpointed(Loop):
         return self.out(x)
 
 
+class Recursive(Loop):
+    """The model calls itself."""
+
+    def forward(self, x: Tensor, more: int = 2) -> Tensor:
+        return self(x + self(self.cell(self.norm(x)), 0), more - 1) if more else self.out(x)
+
+
 KINDS: dict[Callable[[], nn.Module], dict[str, Any]] = {
     Loop: CELL, Bare: CELL, Equilibrium: CELL, Frozen: CELL, Tree: CELL, Again: CELL, AgainInside: CELL,
+    Recursive: CELL,
 }  # fmt: skip
 CASES = [*KINDS.items(), (Equilibrium, STREAM), (Checkpointed, CELL), (Checkpointed, STREAM)]
 
