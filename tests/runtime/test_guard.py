@@ -225,6 +225,20 @@ def test_an_argument_that_changes_no_reshard_is_proved_on_the_spot() -> None:
     assert all(error < 1e-13 for error in world(2).run(an_argument_more))
 
 
+def nested_items(member: Member) -> tuple[str, float]:
+    torch.manual_seed(0)
+    stock, model, x = Mlp().double(), build(Mlp, member, MLP), torch.randn(SHAPE, dtype=torch.float64)
+    with pytest.raises(tpplan.UnprovedCallError) as raised:
+        model(torch.nested.nested_tensor([x[0], x[1, :1]], layout=torch.jagged))
+    return str(raised.value), float((model(x) - stock(x)).abs().max())
+
+
+@pytest.mark.processes
+def test_items_of_sizes_of_their_own_are_refused() -> None:
+    for said, error in world(2).run(nested_items):
+        assert "it passes a nested tensor" in said and error < 1e-13
+
+
 @pytest.mark.processes
 def test_a_call_may_do_without_modules_that_the_plan_shards() -> None:
     for found in world(2).run(half_a_model):

@@ -71,6 +71,7 @@ from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.capture import BodyError
 from tpplan.compiler.trace.preconditions import NO_PARAMETER, WANTS_GRADIENT
+from tpplan.compiler.trace.unfollowed import NESTED
 from tpplan.parity.tree import Path
 from tpplan.plan import CompileError, Diagnostic, Plan, TpplanError
 from tpplan.runtime.around.results import Results
@@ -690,6 +691,8 @@ class CallGuard:
                     "keep them in attributes of plain Python objects (without `__slots__`), in lists or in dicts, as "
                     "transformers' caches do",
                 )
+        if any(tensor.is_nested for tensor in self._tensors(call).values()):
+            raise self._unproved(call, f"it passes {NESTED[0]}", NESTED[1])
 
     def _foreign(self, program: Program, plan: Plan) -> str:
         """Why another program by the same plan can't read what this one caches; "" if all can."""

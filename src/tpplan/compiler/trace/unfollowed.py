@@ -16,6 +16,13 @@ class UnfollowedError(Exception):
         self.way_out = way_out
 
 
+NESTED = (
+    "a nested tensor, whose items have sizes of their own",
+    "pass a padded tensor with a mask, or all items in one tensor with their offsets",
+)
+"""What no proof takes as an argument, and what to pass instead."""
+
+
 class PackedSequencesError(UnfollowedError):
     """An encoder of torch packs padded sequences; the argument is its name."""
 
@@ -34,4 +41,4 @@ class DataDependentError(Exception):
     among: int = 0
 
 
-__all__ = ["DataDependentError", "PackedSequencesError", "UnfollowedError"]
+__all__ = ["NESTED", "DataDependentError", "PackedSequencesError", "UnfollowedError"]
