@@ -42,7 +42,7 @@ def whole(value: Any) -> Any:
     """A copy without shards. Every process must ask for the same ones in the same order."""
     if not isinstance(value, Tensor):
         return value
-    value = value.detach()
+    value = value.detach().to_dense()
     return value.full_tensor().clone() if isinstance(value, DTensor) else value.clone()
 
 

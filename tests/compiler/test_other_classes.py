@@ -101,6 +101,21 @@ def test_so_is_a_buffer_and_a_tensor_in_an_attribute(registered: bool) -> None:
         compile_with(model)
 
 
+@pytest.mark.parametrize(
+    ("held", "kind"),
+    [
+        (lambda: torch.eye(16).to_sparse_csr(), "torch.sparse_csr"),
+        (lambda: torch.quantize_per_tensor(torch.ones(16), 1.0, 0, torch.qint8), "torch.qint8"),
+        (lambda: nn.Parameter(torch.eye(16).to_sparse()), "torch.sparse_coo"),
+    ],
+)
+def test_so_is_what_lies_in_memory_otherwise(held: Any, kind: str) -> None:
+    model, table = Mlp(), held()
+    (model.register_parameter if isinstance(table, nn.Parameter) else model.register_buffer)("table", table)
+    with pytest.raises(tpplan.CompileError, match=rf"TP112.*`table` is a `{kind}`"):
+        compile_with(model)
+
+
 @pytest.mark.parametrize("weight", [Noted(torch.randn(32, 16)), nn.Parameter(nn.Buffer(torch.randn(32, 16)))])
 def test_a_class_that_computes_as_any_other_is_no_matter(weight: Tensor) -> None:
     assert compile_with(with_weight(weight)).parameters[0].layout.is_sharded

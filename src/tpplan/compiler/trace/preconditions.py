@@ -154,6 +154,14 @@ def _of_other_classes(model: nn.Module) -> Iterator[Diagnostic]:
                 "own forward computes",
                 subject=name.rpartition(".")[0] or name,
             )
+        elif tensor.is_quantized or tensor.layout not in _LAYOUTS[: 1 if isinstance(tensor, nn.Parameter) else None]:
+            yield Diagnostic(
+                code="TP112",
+                message=f"`{name}` is {with_article(str(tensor.dtype if tensor.is_quantized else tensor.layout))} "
+                "tensor, which can't be cut into parts, nor recorded on shapes",
+                help=f"keep dense numbers in `{name}`; what isn't trained may be `torch.sparse_coo`",
+                subject=name.rpartition(".")[0] or name,
+            )
 
 
 _UNGATHERED = (
@@ -203,6 +211,7 @@ def _uninitialised(name: str) -> Diagnostic:
     )
 
 
+_LAYOUTS = (torch.strided, torch.sparse_coo)
 _ONCE = "parallelize the stock model, once; build it anew to shard it otherwise"
 _INSIDE = "parallelize the model inside of it, built anew, and put the DistributedDataParallel around that"
 

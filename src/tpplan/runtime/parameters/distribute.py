@@ -16,6 +16,7 @@ from tpplan.compiler.ir.program import ParameterPlacement
 from tpplan.runtime.parameters.packed_tensors import packed_tensor
 from tpplan.runtime.parameters.pieces import Part, narrowed, part
 from tpplan.runtime.parameters.sharded_tensors import ShardedTensor
+from tpplan.runtime.ranks.board import exchange
 from tpplan.runtime.ranks.communicator import Communicator
 from tpplan.runtime.ranks.faults import naming_ranks
 
@@ -91,7 +92,13 @@ class MeshDistributor:
 
     def place_buffer(self, buffer: Tensor) -> Tensor:
         """The buffer on the mesh's device, with the first rank's numbers."""
-        return buffer if buffer.is_meta else self._agreed(buffer)
+        if buffer.is_meta:
+            return buffer
+        if buffer.layout is torch.strided:
+            return self._agreed(buffer)
+        sent = buffer if self._source is None or self._source.rank() == 0 else None
+        held = exchange(self._source, "the exchange of the first rank's sparse buffers", sent)  # as many as it has
+        return held[0].to(self.device)
 
 
 def device_of_mesh(mesh: DeviceMesh) -> torch.device:
