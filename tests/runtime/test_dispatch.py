@@ -161,16 +161,19 @@ def test_weights_of_another_dtype_than_tokens() -> None:
         assert max(found) < 0.1, found
 
 
-def second(member: Member) -> str:
+def differentiated(member: Member, options: dict[str, bool]) -> str:
     call = tokens().requires_grad_()
     model = tpplan.parallelize(made(), PLAN, member.mesh(), (call,))
+    result = model(call)
+    gradient = torch.ones((2 if "is_grads_batched" in options else 1, *result.shape), dtype=result.dtype)
     try:
-        torch.autograd.grad(model(call).sum(), call, create_graph=True)
+        torch.autograd.grad(result, call, gradient if len(gradient) > 1 else gradient[0], **options)
     except tpplan.TpplanError as error:
         return str(error)
     return ""
 
 
 @pytest.mark.processes
-def test_second_derivatives_are_refused() -> None:
-    assert all("TP138" in said for said in world(2).run(second))
+@pytest.mark.parametrize(("option", "code"), [("create_graph", "TP138"), ("is_grads_batched", "TP117")])
+def test_second_derivatives_and_batches_of_gradients_are_refused(option: str, code: str) -> None:
+    assert all(said.startswith(code) for said in world(2).run(differentiated, {option: True}))

@@ -23,9 +23,14 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def is_batched(tensor: Tensor) -> bool:
+    """Whether a tensor stands for a batch of them, as gradients do under `is_grads_batched=True`. For every torch."""
+    return cast("Any", torch._C)._functorch.is_legacy_batchedtensor(tensor)
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """A tensor of one-byte floats, which not every backend sends, as bytes; any other as it is. For every torch."""
-    return tensor.view(torch.uint8) if tensor.itemsize == 1 and tensor.is_floating_point() else tensor
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 and tensor.dtype.is_floating_point else tensor
 
 
 def buffer_versions(module: nn.Module) -> list[int]:

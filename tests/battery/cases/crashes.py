@@ -377,3 +377,27 @@ class LowRankInForward(Mlp):
 
     def forward(self, x: Tensor) -> Any:
         return self.down(functional.linear(x, self.up.weight + self.a @ self.b, self.up.bias).relu())
+
+
+@case("crashes", MLP, call(lambda: (t(6, D),)), call(lambda: (t(6, D),)))
+class SparseBuffer(Mlp):
+    """A graph's edges, as a sparse matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("edges", torch.randn(6, 6).relu().to_sparse())
+
+    def middle(self, h: Tensor) -> Tensor:
+        return torch.sparse.mm(self.edges, h.relu())
+
+
+@case("crashes", {"1.up": "colwise", "1.down": "rowwise"}, *CALLS)
+class LargestAnywhere(nn.Sequential):
+    """Whether any of the features is large, which ranks tell each other in flags."""
+
+    class Inner(Mlp):
+        def middle(self, h: Tensor) -> Tensor:
+            return torch.where((h > 1).any(-1, keepdim=True), 2 * h, h)
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity(), self.Inner())

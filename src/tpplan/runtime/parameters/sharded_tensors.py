@@ -189,6 +189,8 @@ class ShardedTensor(WholeMethods, OwnTensor):
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole; a collective."""
+        if self.is_meta:
+            return local_of(self).new_empty(self.shape)
         with naming_ranks(f"the gathering of {shown(self)}"):
             bits = as_bytes(local_of(self))
             if bits.dtype == self.dtype:

@@ -28,8 +28,9 @@ from tpplan.compat.process_groups import (
     traced_all_to_all,
     traced_reduce_scatter,
 )
-from tpplan.compat.tensors import as_bytes
+from tpplan.compat.tensors import as_bytes, is_batched
 from tpplan.compiler.ir.layout import Collective
+from tpplan.plan import TpplanError
 from tpplan.runtime.ranks.faults import lost_rank
 from tpplan.runtime.ranks.one_shot import SharedMemory, share_memory
 from tpplan.runtime.ranks.profiled import named_range
@@ -281,6 +282,13 @@ class ProcessGroupCommunicator:
     def _raise(self, name: str, tensor: Tensor, error: RuntimeError) -> NoReturn:
         if isinstance(error, torch.OutOfMemoryError):
             raise error
+        if is_batched(tensor):
+            raise TpplanError.of(
+                "TP117",
+                "the backward of a sharded model was called with a batch of gradients (`is_grads_batched=True`, or "
+                "`vectorize=True`), which isn't proved",
+                help="call it with one gradient after the other",
+            ) from error
         raise lost_rank(described(name, tensor, self.place), error, self.group) from error
 
 
