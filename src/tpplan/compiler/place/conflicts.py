@@ -13,7 +13,7 @@ from tpplan.compiler.bind.bind import Binding
 from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS
 from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, Layout
 from tpplan.compiler.ir.region import Instance
-from tpplan.compiler.ir.trace import Frame, Operation, Path, Trace
+from tpplan.compiler.ir.trace import Frame, Operation, Path, Trace, quoted
 from tpplan.compiler.place.assign import Assignment, FrameAssignment
 from tpplan.compiler.rules.classes import splits_classes
 from tpplan.plan import Diagnostic
@@ -92,7 +92,7 @@ def shared_module_findings(names: frozenset[str], assignment: Assignment, bindin
         found.append(
             Diagnostic(
                 code="TP109",
-                message=f"`{name}` is called several times, and its calls need different reshards: "
+                message=f"{quoted(name)} is called several times, and its calls need different reshards: "
                 f"{_difference(name, assignment)}",
                 span=bound.rule.style_span if bound is not None else None,
                 help="give the values that it is called with the same layout, for instance by pinning `output:` of the "
