@@ -24,11 +24,13 @@ class _Kind(NamedTuple):
     """What counts of a tensor that is passed, but its sizes."""
 
     dtype: torch.dtype
+    layout: torch.layout
     dims: int
     wanted: bool
 
     def __repr__(self) -> str:
-        name, gradient = dtype_name(self.dtype), " that requires grad" if self.wanted else ""
+        sparse = "" if self.layout is torch.strided else f" of layout {self.layout}"
+        name, gradient = dtype_name(self.dtype), f"{sparse} that requires grad" if self.wanted else sparse
         dims = f"{self.dims} {'dim' if self.dims == 1 else 'dims'}"
         return f"{'an' if name.startswith('i') else 'a'} {name} tensor of {dims}{gradient}"
 
@@ -41,7 +43,7 @@ def contents(arguments: Sequence[Any], keywords: Mapping[str, Any], names: Seque
 
 
 def _kind(held: Tensor) -> ContentValue:
-    return ContentValue(type(held), _Kind(held.dtype, held.dim(), held.requires_grad))
+    return ContentValue(type(held), _Kind(held.dtype, held.layout, held.dim(), held.requires_grad))
 
 
 def _content(read: Reader, held: object) -> object:

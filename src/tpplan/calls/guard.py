@@ -71,7 +71,7 @@ from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.capture import BodyError
 from tpplan.compiler.trace.preconditions import NO_PARAMETER, WANTS_GRADIENT
-from tpplan.compiler.trace.unfollowed import NESTED
+from tpplan.compiler.trace.unfollowed import unlike_dense
 from tpplan.parity.tree import Path
 from tpplan.plan import CompileError, Diagnostic, Plan, TpplanError
 from tpplan.runtime.around.results import Results
@@ -691,8 +691,9 @@ class CallGuard:
                     "keep them in attributes of plain Python objects (without `__slots__`), in lists or in dicts, as "
                     "transformers' caches do",
                 )
-        if any(tensor.is_nested for tensor in self._tensors(call).values()):
-            raise self._unproved(call, f"it passes {NESTED[0]}", NESTED[1])
+        for unlike in map(unlike_dense, self._tensors(call).values()):
+            if unlike is not None:
+                raise self._unproved(call, f"it passes {unlike[0]}", unlike[1])
 
     def _foreign(self, program: Program, plan: Plan) -> str:
         """Why another program by the same plan can't read what this one caches; "" if all can."""

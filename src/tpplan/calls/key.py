@@ -154,9 +154,12 @@ class _SeenKey:
         """
         if isinstance(held, Tensor):
             self.devices.append(held.device.type)
-            self.sizes.append(held.shape)
+            try:
+                self.sizes.append(held.shape)
+            except RuntimeError:
+                raise UnseenError("a nested tensor, whose items have sizes of their own") from None
             self.tensors.append(id(held))
-            found: Part = (held.dtype, held.dim(), self._recorded and held.requires_grad)
+            found: Part = (held.dtype, held.layout, held.dim(), self._recorded and held.requires_grad)
             if held.__dict__:  # what its owner has noted on it
                 found = (*found, self.read(held.__dict__))
             return found if type(held) is Tensor else (type(held), *found)

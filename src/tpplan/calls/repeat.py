@@ -43,7 +43,7 @@ Holds = Callable[[Sequence[int]], bool]
 _DEPTH = 6  # less than a key's, so that nothing is read further than there
 _MOST = 16
 _SIZES = 4096
-_FACTS = attrgetter("dtype", "device", "requires_grad", "__dict__")
+_FACTS = attrgetter("dtype", "device", "layout", "requires_grad", "__dict__")
 _SHAPE = attrgetter("shape")
 _COMPARED = PLAIN - {float, complex, slice, range}
 

@@ -47,7 +47,7 @@ from tpplan.compiler.trace.stock_again import stock_again
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.compiler.trace.tape import OpenFrame
 from tpplan.compiler.trace.tensor_classes import Wrapped
-from tpplan.compiler.trace.unfollowed import NESTED, PackedSequencesError, UnfollowedError
+from tpplan.compiler.trace.unfollowed import PackedSequencesError, UnfollowedError, unlike_dense
 from tpplan.state.ambient import noting_settings
 from tpplan.state.reads import note_reads
 
@@ -470,8 +470,9 @@ def _with_backwards(frame: Frame, found: Mapping[tuple[str, int], Sequence[Forei
 
 
 def _to_meta(_: Path, tensor: Tensor) -> Tensor:
-    if tensor.is_nested:
-        raise UnfollowedError(f"it is passed {NESTED[0]}", NESTED[1])
+    unlike = unlike_dense(tensor)
+    if unlike is not None:
+        raise UnfollowedError(f"it is passed {unlike[0]}", unlike[1])
     if is_wrapper(tensor):
         return wrapper_on_meta(tensor)
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
+from tpplan.plan.wording import with_article
+
 
 class UnfollowedError(Exception):
     """A body does what shows neither in its operations nor in their backward.
@@ -16,11 +21,17 @@ class UnfollowedError(Exception):
         self.way_out = way_out
 
 
-NESTED = (
-    "a nested tensor, whose items have sizes of their own",
-    "pass a padded tensor with a mask, or all items in one tensor with their offsets",
-)
-"""What no proof takes as an argument, and what to pass instead."""
+def unlike_dense(tensor: Tensor) -> tuple[str, str] | None:
+    """What a tensor is whose numbers don't lie in strides, which no proof takes as an argument, and what to pass."""
+    if tensor.is_nested:
+        return (
+            "a nested tensor, whose items have sizes of their own",
+            "pass a padded tensor with a mask, or all items in one tensor with their offsets",
+        )
+    if tensor.is_quantized or tensor.layout is not torch.strided:
+        kind = tensor.dtype if tensor.is_quantized else tensor.layout
+        return f"{with_article(str(kind))} tensor", "pass dense numbers, or keep the tensor in a buffer of the model"
+    return None
 
 
 class PackedSequencesError(UnfollowedError):
@@ -41,4 +52,4 @@ class DataDependentError(Exception):
     among: int = 0
 
 
-__all__ = ["NESTED", "DataDependentError", "PackedSequencesError", "UnfollowedError"]
+__all__ = ["DataDependentError", "PackedSequencesError", "UnfollowedError", "unlike_dense"]
