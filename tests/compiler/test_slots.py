@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+import functools
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, MutableMapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -11,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tpplan.compiler.trace.slots import LENGTH, ORDER, slots_of
+from tpplan.compiler.trace.left_state import is_same
+from tpplan.compiler.trace.slots import ITEMS, LENGTH, ORDER, slots_of
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.state.reads import note_reads, reads
 
@@ -63,6 +65,8 @@ IN_A_TABLE: dict[str, Any] = {"slotted": Slotted(), "pairs": Pairs(), "call": (l
 IN_A_TABLE["alias"] = list[Kept]  # its `__dict__` is another one each time
 TENSORS: dict[str, Tensor] = {}
 NUMBER = 0
+LARGE, MANY, PAIRS = dict.fromkeys(range(2000), 0), set(range(2000)), {(1, 2)}
+PARTIAL, WITH_DEFAULT = functools.partial(dict, a=0), defaultdict[str, int](functools.partial(int, 0))
 
 
 class Model(nn.Module):
@@ -133,6 +137,12 @@ CHANGES: dict[str, tuple[Callable[[], object], str]] = {
     "names of a table of the user's": (lambda: IN_A_TABLE["pairs"].update(b=0), "['pairs'].b"),
     "the order of a table": (lambda: IN_A_TABLE.update(slotted=IN_A_TABLE.pop("slotted")), f"IN_A_TABLE{ORDER}"),
     "what a function closes over": (lambda: IN_A_TABLE["call"]().append(1), f"['call'].held{LENGTH}"),
+    "an item of a large table": (lambda: LARGE.update({1500: LARGE[1500] + 1}), f"LARGE{ITEMS}"),
+    "a key of a large table": (lambda: LARGE.update({-1: LARGE.pop(1500)}), f"LARGE{ORDER}"),
+    "an item of a large set": (lambda: (MANY.remove(1500), MANY.add(-1)), f"MANY{ITEMS}"),
+    "a pair in a set": (lambda: (PAIRS.remove((1, 2)), PAIRS.add((1, 3))), "PAIRS{(1, 3)}"),
+    "what a partial is passed": (lambda: PARTIAL.keywords.update(a=1), "PARTIAL.keywords['a']"),
+    "a table's default": (lambda: setattr(WITH_DEFAULT, "default_factory", functools.partial(int, 1)), ".args[0]"),
     "a tensor": (lambda: TENSORS.update(new=torch.ones(len(TENSORS) + 1)), "TENSORS['new']"),
 }
 
@@ -152,6 +162,8 @@ def test_what_changes_is_found_again(case: str) -> None:
         assert [held for held in changed if held.endswith(name)], changed
     finally:
         around.restore()
+    back = slots_of(model, around)
+    assert back.keys() == before.keys() and all(is_same(back[n].value, slot.value) for n, slot in before.items())
 
 
 def test_what_the_model_holds_goes_by_its_names_there() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import contextvars
 import copy
+import enum
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -317,6 +321,94 @@ STEERS = {
 def test_what_depends_on_earlier_calls_is_refused(how: Callable[[Any, Tensor], Tensor]) -> None:
     with pytest.raises(CompileError, match=rf"TP129 .*{STEERS[how]}"):  # pyright: ignore
         tpplan.compile_plan(Keeps(how), PLAN, 2, torch.randn(2, 3, 8))
+
+
+class Rows(list[int]):
+    """A list with an attribute."""
+
+    calls = 0
+
+
+class Level(enum.Enum):
+    """A member that can change."""
+
+    LOW = 1
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def by_default(count: int = 0) -> int:
+    return count
+
+
+def by_name(*, count: int = 0) -> int:
+    return count
+
+
+def given_anew(count: int) -> None:
+    PARTIAL.__setstate__((PARTIAL.func, (), {"count": count}, vars(PARTIAL)))  # pyright: ignore
+
+
+Level.LOW.count = 0  # pyright: ignore
+PARTIAL: Any = functools.partial(dict, count=0)
+MARKED: Any = functools.partial(dict)
+MARKED.count = 0
+COUNTER, DEFAULTS = collections.Counter[str](), collections.defaultdict[str, int](int)
+ORDERED: Any = collections.OrderedDict(count=0)
+ROWS, QUEUE = Rows([0]), collections.deque([0] * 2000)
+ORDERED.count = 0
+LARGE, LONG, DEEP = dict.fromkeys(range(2000), 0), [0] * 2000, {number: [0] for number in range(2000)}
+IN_A_TUPLE, NAMED, VARIABLE = ([0],), SimpleNamespace(count=0), contextvars.ContextVar("variable", default=0)
+VARIABLE.set(0)
+SLOTTED = Slotted()
+PLACES: dict[str, tuple[Callable[[], int], Callable[[int], object]]] = {
+    "a partial's keyword": (lambda: PARTIAL()["count"], lambda n: PARTIAL.keywords.update(count=n)),
+    "what a partial is given anew": (lambda: PARTIAL()["count"], given_anew),
+    "a partial's attribute": (lambda: MARKED.count, lambda n: setattr(MARKED, "count", n)),
+    "a counter": (lambda: COUNTER["count"], lambda n: COUNTER.__setitem__("count", n)),
+    "a table with a default": (lambda: DEFAULTS["count"], lambda n: DEFAULTS.__setitem__("count", n)),
+    "an ordered table": (lambda: ORDERED["count"], lambda n: ORDERED.__setitem__("count", n)),
+    "an ordered table's attribute": (lambda: ORDERED.count, lambda n: setattr(ORDERED, "count", n)),
+    "a list of the user's": (lambda: ROWS[0], lambda n: ROWS.__setitem__(0, n)),
+    "an attribute of that": (lambda: ROWS.calls, lambda n: setattr(ROWS, "calls", n)),
+    "a member of an Enum": (lambda: Level.LOW.count, lambda n: setattr(Level.LOW, "count", n)),  # pyright: ignore
+    "a class": (lambda: Counter.total, lambda n: setattr(Counter, "total", n)),
+    "a large table": (lambda: LARGE[1500], lambda n: LARGE.__setitem__(1500, n)),
+    "what a large table holds": (lambda: DEEP[1500][0], lambda n: DEEP[1500].__setitem__(0, n)),
+    "a long list": (lambda: LONG[999], lambda n: LONG.__setitem__(999, n)),
+    "a long queue": (lambda: QUEUE[999], lambda n: QUEUE.__setitem__(999, n)),
+    "a default": (by_default, lambda n: setattr(by_default, "__defaults__", (n,))),
+    "a named default": (by_name, lambda n: setattr(by_name, "__kwdefaults__", {"count": n})),
+    "what a tuple holds": (lambda: IN_A_TUPLE[0][0], lambda n: IN_A_TUPLE[0].__setitem__(0, n)),
+    "a namespace": (lambda: NAMED.count, lambda n: setattr(NAMED, "count", n)),
+    "slots": (lambda: SLOTTED.count, lambda n: setattr(SLOTTED, "count", n)),
+    "a variable of the context": (VARIABLE.get, VARIABLE.set),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_count_is_followed_wherever_it_stands(place: str) -> None:
+    get, put = PLACES[place]
+
+    def count(m: Any, x: Tensor) -> Tensor:
+        put(get() + 1)
+        return m.pair(x)
+
+    def steer(m: Any, x: Tensor) -> Tensor:
+        return count(m, x) if get() < 1000 else m.other(x)
+
+    put(0)
+    with pytest.raises(CompileError, match=r"TP129 .*changes with each call"):
+        tpplan.compile_plan(Keeps(steer), PLAN, 2, torch.randn(2, 3, 8))
+    assert get() == 0
+    if place != "what a partial is given anew":  # nobody can put another number there
+        tpplan.compile_plan(Keeps(count), PLAN, 2, torch.randn(2, 3, 8))
+    assert get() == 0
 
 
 # -- nothing is changed -----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Sized
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -219,6 +219,8 @@ class _Found:
             self.tables.append(item)  # pyright: ignore[reportUnknownArgumentType]
         if isinstance(item, _ROWS):
             self.rows.append(item)
+        if isinstance(item, defaultdict):
+            self.others.append(lambda: (Identity(item.default_factory),))
         shown = set(own or ())
         if not isinstance(item, (Tensor, *_CONTAINERS)) and any(step not in shown for step, _ in inner):
             self.others.append(lambda: (_standing(*part) for part in parts(item) or () if part[0] not in shown))

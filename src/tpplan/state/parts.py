@@ -80,6 +80,7 @@ _OF_EACH = frozenset(
     )
     for name in names
 )
+_STORING = (tuple, list, deque, set, frozenset, OrderedDict, dict)
 _CACHED: Any = type(functools.lru_cache(lambda: None))  # functools has no public name for it
 _CODE = (FunctionType, BuiltinFunctionType, _CACHED)
 _LOADS = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
@@ -134,16 +135,16 @@ def parts(held: Any) -> Parts | None:
         return class_parts(held)
     known = next((taken for base, taken in _KNOWN.items() if isinstance(held, base)), None)
     if known is not None:
-        return [*known(held), *(attributes_of(held) if not isinstance(held, logging.Logger) else ())]
+        return [*known(held), *(attributes(held) if not isinstance(held, logging.Logger) else ())]
     if isinstance(held, enum.Enum):
-        return [(name, item) for name, item in attributes_of(held) if name != "__objclass__"]
+        return [(name, item) for name, item in attributes(held) if name != "__objclass__"]
     if isinstance(held, nn.Module):
-        return [(n, item) for n, item in attributes_of(held) if (item or n not in _STOCK) and OURS not in str(n)]
+        return [(n, item) for n, item in attributes(held) if (item or n not in _STOCK) and OURS not in str(n)]
     memory = _memory(held)
     if memory is not None:
-        return [*memory, *attributes_of(held)]
+        return [*memory, *attributes(held)]
     if is_written_in_python(kind) or isinstance(held, SimpleNamespace):
-        return attributes_of(held)
+        return [*attributes(held)]
     return _hidden(held)
 
 
@@ -157,10 +158,13 @@ def has_attributes(held: object) -> bool:
     return isinstance(getattr(held, "__dict__", None), dict)
 
 
-def attributes_of(held: Any) -> Parts:
-    """What stands in an object's `__dict__` and in its slots."""
-    found: Parts = [*held.__dict__.items()] if has_attributes(held) and held.__dict__ is not held else []
-    slots = slots_of(cast("type[Any]", type(held)))
+def attributes(held: Any) -> list[tuple[str, Any]]:
+    """What stands in an object's `__dict__` and slots, by name."""
+    found: list[tuple[str, Any]] = [*vars(held).items()] if has_attributes(held) and vars(held) is not held else []
+    kind = cast("type[Any]", type(held))
+    slots = slots_of(kind)
+    if issubclass(kind, defaultdict):
+        found.append(("default_factory", held.default_factory))
     return [*found, *((name, getattr(held, name)) for name in slots if hasattr(held, name))] if slots else found
 
 
@@ -198,23 +202,30 @@ def _stores_more(kind: type[Any]) -> bool:
 
 # -- containers -------------------------------------------------------------------------------------------------------
 def _sequence(held: Any) -> Parts:
-    return [(Item(i, int), item) for i, item in enumerate(_iterated(held))]
+    return [(Item(i, int), item) for i, item in enumerate(stored_in(held)[1])]
 
 
-def _iterated(held: Any) -> Iterator[Any]:
-    """What is stored in a container of C's, whatever its class makes of it."""
-    base: Any = next(base for base in (tuple, list, deque, set, frozenset) if isinstance(held, base))
-    return base.__iter__(held)
+@functools.lru_cache(maxsize=4096)
+def stored_as(kind: type[Any]) -> Any:
+    """The container of C's that a class derives from, which stores as if there were no class; None if there is none."""
+    return next((base for base in _STORING if issubclass(kind, base)), None)
+
+
+def stored_in(held: Any) -> tuple[list[Any] | None, list[Any]]:
+    """The keys of a container, if it has some, and its items, as C stores them, whatever its class makes of them."""
+    stored = stored_as(cast("type[Any]", type(held)))
+    return (
+        ([*stored.keys(held)], [*stored.values(held)]) if hasattr(stored, "keys") else (None, [*stored.__iter__(held)])
+    )
 
 
 def _unordered(held: Any) -> Parts:
-    return [(Item(None, set), item) for item in _iterated(held)]
+    return [(Item(None, set), item) for item in stored_in(held)[1]]
 
 
 def _mapping(held: dict[Any, Any]) -> Parts:
-    items: Any = OrderedDict.items if isinstance(held, OrderedDict) else dict.items  # pyright: ignore
-    found: Parts = [(Item(key, type(key)), item) for key, item in items(held)]
-    return [*found, ("default_factory", held.default_factory)] if isinstance(held, defaultdict) else found
+    keys, items = stored_in(held)
+    return [(Item(key, type(key)), item) for key, item in zip(keys or (), items, strict=True)]
 
 
 # -- functions and classes --------------------------------------------------------------------------------------------
@@ -431,7 +442,7 @@ def _hidden(held: Any) -> Parts | None:
     try:
         made: Any = held.__reduce_ex__(4)
     except Exception:  # a lock, a stream: it has no state that is anybody's to see
-        return attributes_of(held) if has_attributes(held) else None
+        return [*attributes(held)] if has_attributes(held) else None
     if isinstance(made, str):
         return None  # the name of a global
     function, arguments, *rest = made

@@ -56,6 +56,7 @@ from tpplan.compiler.trace.capture import BodyError, Capture, record
 from tpplan.compiler.trace.left_state import is_same
 from tpplan.compiler.trace.signatures import argument_names
 from tpplan.compiler.trace.skeleton import make_skeleton
+from tpplan.compiler.trace.slots import ITEMS
 from tpplan.ops.issued import ALIAS_COPY, STRIDED_COPY
 from tpplan.plan import Style
 from tpplan.progress import doing
@@ -325,7 +326,8 @@ def _compare_written(given: CheckInput, run: Trace) -> list[Mismatch]:
             )
             return [replace(_at_end(given, reason), way_out=way_out)]
         sizes = (_as_sizes(expected), _as_sizes(held))
-        reason = f"it leaves {held!r} instead of {expected!r} in `{name}`"
+        what = "others" if name.endswith(ITEMS) else f"{held!r} instead of {expected!r}"
+        reason = f"it leaves {what} in `{name}`"
         return [Mismatch(given.trace.recorded, None, place, *sizes, reason, when=(place,))]
     return []
 

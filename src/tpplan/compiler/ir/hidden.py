@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compiler.ir.pytree import children
-from tpplan.state.parts import attributes_of
+from tpplan.state.parts import attributes, stored_as, stored_in
 
 _PLAIN = frozenset((int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
 _SETS = frozenset((set, frozenset))
@@ -45,32 +45,35 @@ def is_plain(held: object) -> bool:
     return type(held) in _PLAIN
 
 
+def is_value(held: object) -> bool:
+    """Whether it's plain, or a tuple or a frozen set of such."""
+    return is_plain(held) or (type(held) in (tuple, frozenset) and all(map(is_value, cast("tuple[Any, ...]", held))))
+
+
 @functools.lru_cache(maxsize=4096)
 def _is_closed(kind: type[Any]) -> bool:
     return issubclass(kind, (Tensor, *_CLOSED))
 
 
 def members(held: object) -> Iterator[tuple[str, Any]]:
-    """What an object holds that is no tensor: items, attributes, slots, or what a function closes over."""
+    """What an object holds that is no tensor: attributes, slots, items, or what a function closes over."""
     if type(held) in _PLAIN or _is_closed(type(held)):
         return
-    if isinstance(held, dict):  # as it is stored, whatever its class makes of it
-        yield from ((repr(key), item) for key, item in dict.items(held))  # pyright: ignore
-        return
-    items = shown_items(held)
-    if items is not None:
-        yield from ((str(key), item) for key, item in items)
-    elif isinstance(held, (set, frozenset)):
-        yield from (("", item) for item in held)  # pyright: ignore[reportUnknownVariableType]
+    yield from attributes(held)
+    stored = stored_as(cast("type[Any]", type(held)))
+    if stored is not None:  # whatever its class makes of it
+        keys, items = stored_in(held)
+        names = map(repr, keys) if keys is not None else repeat("") if stored in _SETS else map(str, count())
+        yield from zip(names, items, strict=False)
     elif isinstance(held, FunctionType):
         yield from _closed_over(held)
     elif isinstance(held, MethodType):
         yield "self", held.__self__
         yield "function", held.__func__
     elif isinstance(held, functools.partial):
-        yield from (("", item) for item in (held.func, *held.args, *held.keywords.values()))  # pyright: ignore
+        yield from (("func", held.func), ("args", held.args), ("keywords", held.keywords))  # pyright: ignore
     else:
-        yield from cast("list[tuple[str, Any]]", attributes_of(held))
+        yield from ((str(key), item) for key, item in shown_items(held) or ())
 
 
 def shown_items(held: object) -> list[tuple[str | int, Any]] | None:
@@ -87,8 +90,7 @@ def _closed_over(held: FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
         except ValueError:  # not filled yet
             continue
-    yield from (("", item) for item in held.__defaults__ or ())
-    yield from (held.__kwdefaults__ or {}).items()
+    yield from (("__defaults__", held.__defaults__), ("__kwdefaults__", held.__kwdefaults__))
 
 
 def hidden_tensors(held: object, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -128,4 +130,4 @@ def _named(trail: _Trail | None) -> str:
     return name
 
 
-__all__ = ["hidden_tensors", "holds_only", "is_of_plain", "is_plain", "members", "shown_items"]
+__all__ = ["hidden_tensors", "holds_only", "is_of_plain", "is_plain", "is_value", "members", "shown_items"]

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat.dtensors import local_of
-from tpplan.compiler.trace.slots import FEW, LENGTH, Slots, slots_of
+from tpplan.compiler.trace.slots import FEW, ITEMS, LENGTH, Slots, slots_of
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.compiler.trace.watched_state import WatchedDeque, WatchedList, WatchedNumber
+from tpplan.state.parts import stored_as, stored_in
 
 State = ChainMap[str, Any]
 
@@ -97,6 +98,16 @@ def _watched(stored: list[Any] | deque[Any], note: Callable[[], None]) -> Watche
     return made
 
 
+def _watch_items(held: Any, name: str, note: Callable[[str], None]) -> bool:
+    """Put watched numbers in the place of a container's; whether all that it stores are numbers."""
+    keys, items = stored_in(held)
+    if isinstance(held, (set, frozenset, tuple)) or not {int, float}.issuperset(map(type, items)):
+        return False
+    for key, item in zip(keys or range(len(items)), items, strict=True):
+        stored_as(cast("Any", type(held))).__setitem__(held, key, WatchedNumber(item, f"{name}[{key!r}]", note))
+    return True
+
+
 def watch(model: nn.Module, around: Surroundings, names: set[str], note: Callable[[str], None]) -> set[int]:
     """Put watched numbers and lists in the places of these names; returns the ids of real tensors to be watched.
 
@@ -118,7 +129,9 @@ def watch(model: nn.Module, around: Surroundings, names: set[str], note: Callabl
             slot.put(_watched(slot.counted, functools.partial(note, name.removesuffix(LENGTH))))
         elif type(slot.value) in (int, float) and slot.setter is not None and not name.endswith(LENGTH):
             slot.put(WatchedNumber(slot.value, name, note))
-        elif not any(name.startswith(f"{grown}[") for grown in lists):  # whoever reads that reads the list
+        elif any(name.startswith((f"{grown}[", f"{grown}{ITEMS}")) for grown in lists):
+            continue  # whoever reads that reads the list
+        elif not (name.endswith(ITEMS) and _watch_items(slot.holder, name.removesuffix(ITEMS), note)):
             raise LeftStateError(f"`{name}` changes with each call, and later calls may depend on it", name)
     return tensors
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -125,7 +126,7 @@ def _duplicate(held: Any, memo: dict[int, Any]) -> object:
     found = memo.get(id(held))
     if found is not None:
         return found
-    if kind in _TABLES and not held:
+    if kind in _TABLES and not held and not getattr(held, "__dict__", None):
         memo[id(held)] = kind()
         return memo[id(held)]
     if kind is dict:
@@ -149,10 +150,12 @@ def _duplicate_around(held: Any, memo: dict[int, Any]) -> object:
         memo[id(held)] = _Untaken()
     elif kind in (list, tuple):
         memo[id(held)] = kind(_duplicate(item, memo) for item in cast("list[Any]", held))
-    elif hasattr(held, "__dict__") and kind.__new__ is object.__new__ and _is_copied_as_usual(kind):
-        memo[id(held)] = object.__new__(kind)
-        for name, item in cast("dict[str, Any]", held.__dict__).items():
-            object.__setattr__(memo[id(held)], name, _duplicate(item, memo))
+    elif kind is threading.local or (
+        hasattr(held, "__dict__") and kind.__new__ is object.__new__ and _is_copied_as_usual(kind)
+    ):
+        memo[id(held)] = kind.__new__(kind)
+        own = cast("dict[str, Any]", vars(held))
+        vars(memo[id(held)]).update({name: _duplicate(item, memo) for name, item in own.items()})
     return memo[id(held)]
 
 
@@ -193,7 +196,7 @@ def _memoise(waiting: list[Any], seen: set[int], memo: dict[int, Any]) -> list[F
             if id(held) not in memo:
                 memo[id(held)] = _to_meta(held)
             continue
-        if isinstance(held, FunctionType) and held.__closure__:
+        if isinstance(held, FunctionType) and (held.__closure__ or "<" in held.__qualname__):  # of no name elsewhere
             memo[id(held)] = _without_closure(held)
             functions.append(held)
         waiting.extend(inner for _, inner in members(held))
@@ -210,7 +213,11 @@ def transplanted(held: Any, twins: Mapping[nn.Module, nn.Module]) -> object:
 
 def _fill_closures(functions: list[FunctionType], memo: dict[int, Any]) -> None:
     for held in functions:
-        for cell, stock in zip(memo[id(held)].__closure__, held.__closure__ or (), strict=True):
+        made = memo[id(held)]
+        made.__defaults__ = _duplicate(held.__defaults__, memo)
+        made.__kwdefaults__ = _duplicate(held.__kwdefaults__, memo)
+        vars(made).update(_duplicate(vars(held), memo))
+        for cell, stock in zip(made.__closure__ or (), held.__closure__ or (), strict=True):
             try:
                 cell.cell_contents = _duplicate(stock.cell_contents, memo)
             except ValueError:  # not filled yet
@@ -218,11 +225,10 @@ def _fill_closures(functions: list[FunctionType], memo: dict[int, Any]) -> None:
 
 
 def _without_closure(held: FunctionType) -> FunctionType:
-    """A copy of a function whose closure is to be filled."""
+    """A copy of a function that is to be given what it closes over, its defaults and attributes."""
     cells = tuple(CellType() for _ in held.__closure__ or ())
-    made = FunctionType(held.__code__, held.__globals__, held.__name__, held.__defaults__, cells)
-    made.__kwdefaults__ = held.__kwdefaults__
-    made.__dict__.update(vars(held))
+    made = FunctionType(held.__code__, held.__globals__, held.__name__, None, cells)
+    made.__qualname__, made.__module__ = held.__qualname__, held.__module__
     return made
 
 

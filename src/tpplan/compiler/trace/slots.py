@@ -1,7 +1,8 @@
 """Slots: the places of a model and its surroundings that hold state, by name.
 
 in:  a model, and what is around it
-out: for each number, text and tensor, for each container's length, and for each table's order, where it is
+out: for each number, text and tensor, for each container's length, for each table's order, and for what a large
+     container stores, where it is
 
     self.calls                ->   "calls"
     TABLES = {"sin": …}       ->   "my_file.TABLES['sin']"
@@ -16,8 +17,9 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections import ChainMap, deque
+from collections import ChainMap, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextvars import ContextVar
 from operator import is_
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple, cast
@@ -26,16 +28,17 @@ from torch import Tensor, nn
 
 from tpplan.compat.hooks import hooks_of
 from tpplan.compat.modules import named_modules, own_buffers
-from tpplan.compiler.ir.hidden import is_plain, members, shown_items
-from tpplan.compiler.trace.surroundings import CONTAINERS, Contents, Space, Surroundings, holds_the_same
+from tpplan.compiler.ir.hidden import holds_only, is_plain, is_value, members, shown_items
+from tpplan.compiler.trace.surroundings import Contents, Space, Surroundings, holds_the_same
 from tpplan.compiler.trace.watched_state import WatchedDeque, WatchedList, WatchedNumber
-from tpplan.state.parts import has_attributes
+from tpplan.state.parts import attributes, has_attributes, stored_as, stored_in
 from tpplan.state.parts import slots_of as slot_names
 
 FEW = 1000  # items of a container that are told apart
 LENGTH = " (its length)"
 ORDER = " (its order)"
-_LAST = 8  # of a longer list
+ITEMS = " (its items)"
+_PLAIN = frozenset((bool, int, float, str, type(None)))
 _UNSET = object()
 _STOCK = frozenset(vars(nn.Module())) | {"forward"}
 Setter = Callable[[Any, Any, Any], object]
@@ -200,19 +203,16 @@ class _Collector:
         if id(held) in self.groups or isinstance(held, (nn.Module, type)):
             return
         kind: Any = type(item)
-        stored = issubclass(kind, (list, dict, set, deque))
-        if stored and kind not in CONTAINERS and kind not in (WatchedList, WatchedDeque):
-            return  # its class may make anything of what it stores
-        if str(getattr(held if kind is FunctionType else kind, "__module__", "")).partition(".")[0] == "torch":
+        stored = stored_as(kind)
+        home = str(getattr(held if kind is FunctionType else kind, "__module__", "")).partition(".")[0]
+        if home in ("torch", "tpplan") and kind not in (WatchedList, WatchedDeque):
             return  # what torch keeps is no state of the model
         outer, self.found = self.found, self.groups.setdefault(id(held), {})
-        if stored:
-            counted = held if kind in (list, deque) else None
-            self.found[f"{name}{LENGTH}"] = Slot(len(held), holder, key, setter, counted, self.outside)
-            if issubclass(kind, dict) and 1 < len(held) <= FEW:
-                keys = tuple(each if type(each) is str else repr(each) for each in held)
-                self.found[f"{name}{ORDER}"] = Slot(keys, outside=self.outside)
-        if not stored or len(held) <= FEW or issubclass(kind, (list, deque)):
+        if stored is not None:
+            self._look_into_store(name, held, stored, Slot(None, holder, key, setter, None, self.outside))
+            if kind is not stored or kind is OrderedDict:
+                self._look_into_attributes(name, held)
+        else:
             self._look_into(name, held, kind)
         if self._keeps:
             self._keep(held, kind)
@@ -220,47 +220,69 @@ class _Collector:
 
     def _keep(self, held: Any, kind: Any) -> None:
         """Keep what was looked into, if it may hold other objects later."""
-        names, has_dict = slot_names(kind), has_attributes(held)
-        if issubclass(kind, (list, deque, set, dict)):
+        names, has_dict, stored = slot_names(kind), has_attributes(held), stored_as(kind)
+        if stored not in (None, tuple, frozenset):
             self.containers.append(held)
+        if issubclass(kind, defaultdict):
+            self.looks.append(lambda: [held.default_factory])
+        if kind is ContextVar:
+            self.looks.append(lambda: [held.get(_UNSET)])
         elif kind is FunctionType:
             self.containers += [vars(held), held.__kwdefaults__ or {}]
-            if held.__closure__:
-                self.looks.append(functools.partial(_members, held))
-        elif issubclass(kind, (tuple, frozenset)) or not (names or has_dict):
+            self.looks.append(functools.partial(_members, held))
+        elif not (names or has_dict):
             return
-        elif issubclass(kind, (MethodType, functools.partial)) or shown_items(held) is not None:
+        elif stored is None and (issubclass(kind, (MethodType, functools.partial)) or shown_items(held) is not None):
             self.looks.append(functools.partial(_members, held))
         elif names:
             self.looks.append(functools.partial(_in_slots, held, names, has_dict))
         elif has_dict:
             self.objects.append(held)
 
+    def _look_into_store(self, name: str, held: Any, stored: Any, at: Slot) -> None:
+        """What a container stores, whatever its class makes of it."""
+        keys, items = stored_in(held)
+        size, unordered = len(items), stored in (set, frozenset)
+        if stored not in (tuple, frozenset):
+            counted = held if type(held) in (list, deque) else None
+            self.found[f"{name}{LENGTH}"] = at._replace(value=size, counted=counted)
+        if keys is not None and size > 1:
+            order = _told(keys) if size > FEW else tuple(each if type(each) is str else repr(each) for each in keys)
+            self.found[f"{name}{ORDER}"] = Slot(order, outside=self.outside)
+        if size > FEW:
+            told = _told(items)
+            self.found[f"{name}{ITEMS}"] = Slot(frozenset(told) if unordered else told, held, outside=self.outside)
+            if holds_only(_PLAIN, items):
+                return
+        put: Setter | None = getattr(stored, "__setitem__", None)
+        for key, inner in zip(range(size) if keys is None else keys, items, strict=True):
+            if size > FEW and is_value(inner):
+                continue
+            if unordered:  # a copy may have another order
+                value = is_value(inner)
+                self.collect(f"{name}{{{inner!r}}}" if value else name, repr(inner) if value else inner)
+            else:
+                self.collect(f"{name}[{key!r}]", inner, held, key, put)
+
     def _look_into(self, name: str, held: Any, kind: Any) -> None:
-        if issubclass(kind, (list, deque)):
-            for i in range(max(0, len(held) - _LAST) if len(held) > FEW else 0, len(held)):
-                self.collect(f"{name}[{i}]", held[i], held, i, operator.setitem)
-        elif kind is FunctionType:
+        if kind is FunctionType:
             for leaf, cell in zip(held.__code__.co_freevars, held.__closure__ or (), strict=False):
                 self._collect_cell(f"{name}.{leaf}", cell)
             for i, inner in enumerate(held.__defaults__ or ()):
-                self.collect(f"{name}.__defaults__[{i}]", inner)
-            tables: Any = (held.__kwdefaults__ or {}, vars(held))  # pyright: ignore
-            for own in tables:
-                for leaf, inner in own.items():
-                    self.collect(f"{name}.{leaf}", inner, own, leaf, operator.setitem)
-        elif issubclass(kind, dict):
-            for key, inner in held.items():
-                self.collect(f"{name}[{key!r}]", inner, held, key, operator.setitem)
-        elif issubclass(kind, tuple):
-            for i, inner in enumerate(held):
-                self.collect(f"{name}[{i}]", inner)
-        elif issubclass(kind, (set, frozenset)):  # a copy may have another order
-            for inner in held:
-                self.collect(f"{name}{{{inner!r}}}" if is_plain(inner) else name, inner)
+                self.collect(f"{name}.__defaults__[{i}]", inner, held, i, _put_default)
+            named: dict[str, Any] = held.__kwdefaults__ or {}
+            for leaf, inner in named.items():
+                self.collect(f"{name}.__kwdefaults__[{leaf!r}]", inner, named, leaf, operator.setitem)
+            self._look_into_attributes(name, held)
+        elif kind is ContextVar:
+            self.collect(f"{name}.get()", held.get(_UNSET), held, None, _put_variable)
         else:
-            for leaf, inner in list(members(held)):
-                self.collect(f"{name}.{leaf}", inner, held, leaf, object.__setattr__)
+            for leaf, inner in [*members(held)]:
+                self.collect(f"{name}.{leaf}", inner, held, leaf, _put_attribute)
+
+    def _look_into_attributes(self, name: str, held: Any) -> None:
+        for leaf, inner in attributes(held):
+            self.collect(f"{name}.{leaf}", inner, held, leaf, _put_attribute)
 
     def _collect_cell(self, name: str, cell: CellType) -> None:
         """What a function closes over."""
@@ -268,6 +290,29 @@ class _Collector:
             self.collect(name, cell.cell_contents, cell, "cell_contents", setattr)
         except ValueError:  # not filled yet
             return
+
+
+def _told(items: list[Any]) -> tuple[Any, ...]:
+    """Of many items what they are, or of which classes."""
+    return tuple(items if holds_only(_PLAIN, items) else [each if is_value(each) else type(each) for each in items])
+
+
+def _put_attribute(holder: Any, name: str, value: object) -> None:
+    """Put an attribute, whatever the class makes of that."""
+    own = getattr(holder, "__dict__", {})
+    if name in own:
+        own[name] = value
+    else:
+        object.__setattr__(holder, name, value)
+
+
+def _put_variable(variable: ContextVar[Any], _: object, value: object) -> None:
+    variable.set(value)
+
+
+def _put_default(function: FunctionType, place: int, value: object) -> None:
+    before = function.__defaults__ or ()
+    function.__defaults__ = (*before[:place], value, *before[place + 1 :])
 
 
 def _members(held: Any) -> list[Any]:
@@ -279,4 +324,4 @@ def _in_slots(held: Any, names: tuple[str, ...], has_dict: bool) -> list[Any]:
     return [*found, *vars(held), *vars(held).values()] if has_dict else found
 
 
-__all__ = ["FEW", "LENGTH", "ORDER", "AroundSlots", "Slot", "Slots", "hook_name", "slots_of"]
+__all__ = ["FEW", "ITEMS", "LENGTH", "ORDER", "AroundSlots", "Slot", "Slots", "hook_name", "slots_of"]

@@ -23,9 +23,10 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from itertools import chain
+from enum import EnumType
+from itertools import chain, repeat
 from operator import is_
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -35,15 +36,17 @@ from tpplan.compat.generators import random_state, set_random_state
 from tpplan.compat.hooks import global_hooks, hooks_of
 from tpplan.compat.modules import named_modules
 from tpplan.compiler.ir.hidden import hidden_tensors, holds_only
-from tpplan.state.parts import functions_in, is_library, names_in, slots_of, unbound
+from tpplan.state.parts import functions_in, is_library, names_in, slots_of, stored_as, stored_in, unbound
 
 Cache = Any  # functools has no public name for what `lru_cache` makes
 _CACHE: Any = type(functools.lru_cache(lambda: None))
 _OURS = ("torch", "tpplan", "builtins")
-_SCALARS = frozenset((bool, int, float, str, type(None), tuple))
+_SCALARS = frozenset((bool, int, float, str, type(None)))
 CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict))
-_PLAIN_ATTRIBUTES = frozenset((*_SCALARS - {tuple}, OrderedDict, torch.dtype, torch.device, Tensor))
+_WRITTEN = (functools.partial, MethodType, SimpleNamespace, threading.local, ContextVar)
+_PLAIN_ATTRIBUTES = frozenset((*_SCALARS, OrderedDict, torch.dtype, torch.device, Tensor))
 _STOCK = frozenset(vars(nn.Module()))
+_BARE = frozenset((tuple, list, deque, set, frozenset, dict))  # without attributes
 _CODE = (type, FunctionType, nn.Module, _CACHE)
 _NUMBERS = frozenset("?bBhHiIlLqQefd")
 _LARGEST = 1 << 16
@@ -71,7 +74,7 @@ class Space:
 
 
 class Contents:
-    """What containers hold, to be compared with what they hold later: the same objects in the same order."""
+    """What containers store, to be compared with what they store later: the same objects in the same order."""
 
     def __init__(self, held: Iterable[Any]) -> None:
         """Of lists, deques, sets and dicts."""
@@ -83,9 +86,27 @@ class Contents:
         return [*map(len, self._views)] == self._sizes and all(map(is_, chain.from_iterable(self._views), self._items))
 
 
+class _StoredRows:
+    """What C stores in a list, a deque or a set, whatever its class makes of it."""
+
+    def __init__(self, held: Any) -> None:
+        """Of `held`."""
+        self._held, self._stored = held, stored_as(cast("type[Any]", type(held)))
+
+    def __len__(self) -> int:
+        return self._stored.__len__(self._held)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._stored.__iter__(self._held)
+
+
 def _views(held: Iterable[Any]) -> Iterator[Any]:
     for each in held:
-        yield from (each.keys(), each.values()) if isinstance(each, dict) else (each,)  # pyright: ignore
+        stored = stored_as(cast("type[Any]", type(each)))
+        if hasattr(stored, "keys"):
+            yield from (stored.keys(each), stored.values(each))
+        else:
+            yield each if type(each) is stored else _StoredRows(each)
 
 
 class _Noted:
@@ -101,21 +122,16 @@ class _Noted:
         self._kinds: dict[type, bool] = {}
         self._bound = [(space, self.values(space)) for _, space in self.spaces]
         self._seen: set[int] = set()
-        self._tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        self._stores: list[tuple[Any, list[Any]]] = []
+        self._stores: list[tuple[Any, list[Any] | None, list[Any]]] = []
+        self._undo: list[Callable[[], object]] = []
         self._tensors: list[tuple[Tensor, tuple[int, Tensor]]] = []
         for _, values in self._bound:
             for held in values.values():
                 self._note(held)
         self.own_functions = [function for function in self.functions() if not is_library(function.__module__)]
-        for function in self.functions():
-            own = (vars(function), function.__kwdefaults__)
-            for held in (*own, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-                if type(held) in CONTAINERS:
-                    self._note(held)
-        self._undo = [undo for held in self._named() if (undo := self._way_back(held)) is not None]
-        self._undo += [undo for function in self.own_functions for undo in self._cells_back(function)]
-        self._contents = Contents(held for held, _ in (*self._tables, *self._stores))
+        for held in (*self.functions(), *self._named()):
+            self._note(held)
+        self._contents = Contents(held for held, _, _ in self._stores)
 
     def _named(self) -> Iterator[object]:
         """What has names around the model, and in the user's classes there."""
@@ -125,68 +141,80 @@ class _Noted:
                 if isinstance(held, type) and not is_library(held.__module__):
                     yield from [*vars(held).values()]
 
-    def _way_back(self, held: Any) -> Callable[[], object] | None:
-        """How to put back what is written to something that is no container; notes what it has of containers."""
-        kind: Any = cast("Any", type(held))
+    def _note(self, held: Any) -> None:
+        """Remember what can be written to something, and to what it holds."""
+        waiting: list[Any] = [held]
+        while waiting:
+            item = waiting.pop()
+            kind = cast("Any", type(item))
+            if kind in _SCALARS or id(item) in self._seen or issubclass(kind, (type, nn.Module, ModuleType)):
+                continue
+            self._seen.add(id(item))
+            stored, own = stored_as(kind), getattr(item, "__dict__", None)
+            if isinstance(item, Tensor):
+                if not item.is_meta and item.numel() <= _LARGEST:
+                    self._tensors.append((item, (item._version, item.detach().clone())))
+                continue
+            if stored is not None:
+                keys, items = stored_in(item)
+                if stored not in (tuple, frozenset):
+                    self._stores.append((item, keys, items))
+                waiting += () if holds_only(_SCALARS, items) else items
+                if issubclass(kind, defaultdict):
+                    self._undo.append(functools.partial(setattr, item, "default_factory", item.default_factory))
+            else:
+                waiting += self._way_back(item, kind)
+            if type(own) is dict and (self._is_written(kind) or (stored is not None and kind not in _BARE)):  # pyright: ignore
+                waiting.append(own)
+                self._undo.append(functools.partial(_put_dict, item, own))
+
+    def _is_written(self, kind: type) -> bool:
+        """Whether a forward may well write to the attributes of what has this class."""
+        return kind.__module__ in self._files or not is_library(kind.__module__) or issubclass(kind, _WRITTEN)
+
+    def _way_back(self, held: Any, kind: Any) -> Sequence[Any]:
+        """Remember how to put back what is written to something that is no container; returns what it holds."""
+        if issubclass(kind, FunctionType):
+            defaults, named = held.__defaults__, held.__kwdefaults__
+            if defaults or named:
+                self._undo.append(functools.partial(_put_defaults, held, defaults, named))
+            inner: list[Any] = [*_cells(held)] if not is_library(held.__module__) else []
+            cells = [cell for cell in held.__closure__ or () if inner and _is_filled(cell)]
+            self._undo += map(functools.partial, repeat(setattr), cells, repeat("cell_contents"), inner)
+            return [defaults, named, vars(held), *inner]
+        if issubclass(kind, functools.partial):
+            state: tuple[Any, ...] = (held.func, held.args, held.keywords, vars(held))  # pyright: ignore
+            self._undo.append(lambda: _has_state(held, state) or held.__setstate__(state))
+            return state
+        if issubclass(kind, MethodType):
+            return held.__self__, held.__func__
         if issubclass(kind, ContextVar):
             with suppress(LookupError):  # it was never set
                 before: Any = held.get()
-                return lambda: held.get() is before or held.set(before)
-        elif issubclass(kind, threading.local):
-            self._note(cast("object", vars(held)))
+                self._undo.append(lambda: held.get() is before or held.set(before))
         elif issubclass(kind, (bytearray, array)) or hasattr(kind, "__array_interface__"):
             with suppress(TypeError, ValueError, BufferError), memoryview(held) as view:  # of dates there is none
                 if view.format in _NUMBERS and view.contiguous and not view.readonly:
-                    kept, size = copy.copy(held), view.nbytes
-                    return lambda: _put_numbers(held, kept, size)
-        elif kind.__module__ in self._files and not issubclass(kind, (type, nn.Module)):
-            self._note(held)
+                    self._undo.append(functools.partial(_put_numbers, held, copy.copy(held), view.nbytes))
+        elif self._is_written(kind):
             named = {name: getattr(held, name) for name in slots_of(kind) if hasattr(held, name)}
-            return (lambda: [object.__setattr__(held, *item) for item in named.items()]) if named else None
-        return None
-
-    def _cells_back(self, function: FunctionType) -> Iterator[Callable[[], object]]:
-        """How to put back what a function closes over; notes what that holds."""
-        for cell in function.__closure__ or ():
-            with suppress(ValueError):  # not filled yet
-                before = cell.cell_contents
-                self._note(before)
-                yield functools.partial(setattr, cell, "cell_contents", before)
-
-    def _note(self, held: object) -> None:
-        """Remember what a container holds, and what those in it do; and the numbers of a small tensor."""
-        if id(held) in self._seen:
-            return
-        if isinstance(held, Tensor):
-            if not held.is_meta and held.numel() <= _LARGEST:
-                self._seen.add(id(held))
-                self._tensors.append((held, (held._version, held.detach().clone())))
-        elif type(held) not in CONTAINERS:
-            own: dict[str, Any] | None = getattr(held, "__dict__", None)
-            if own is not None and type(held).__module__ in self._files:
-                self._note(own)
-        else:
-            self._seen.add(id(held))
-            is_table = isinstance(held, dict)
-            copied: Any = dict(held) if is_table else list(held)  # pyright: ignore
-            (self._tables if is_table else self._stores).append((held, copied))  # pyright: ignore
-            if holds_only(_SCALARS, copied):
-                return
-            for item in copied.values() if is_table else copied:
-                if type(item) not in _SCALARS:
-                    self._note(item)  # pyright: ignore[reportUnknownArgumentType]
+            self._undo += [functools.partial(object.__setattr__, held, *item) for item in named.items()]
+            return [*named.values()]
+        return ()
 
     def values(self, space: Space) -> dict[str, Any]:
         """Of the names those that a forward may write to: numbers, texts, containers, tensors, the user's objects."""
         kinds, names = self._kinds, space.names()
-        for kind in {*map(type, names.values())}.difference(kinds):
+        for kind in set[type[Any]](map(type, names.values())).difference(kinds):
             kinds[kind] = self._may_be_written(kind)
-        return {name: held for name, held in names.items() if kinds[type(held)] and name[:2] != "__"}
+        inner = ("_",) if isinstance(space.holder, EnumType) else ("__",)  # an Enum's tables of its members
+        return {name: held for name, held in names.items() if kinds[type(held)] and not name.startswith(inner)}
 
     def _may_be_written(self, kind: type) -> bool:
-        if kind in _SCALARS or issubclass(kind, (Tensor, *CONTAINERS)):
+        if kind in _SCALARS or kind is tuple or issubclass(kind, (Tensor, *CONTAINERS, *_WRITTEN)):
             return True
-        return kind.__module__ in self._files and kind.__dictoffset__ != 0 and not issubclass(kind, _CODE)
+        has_state = kind.__dictoffset__ != 0 or bool(slots_of(kind))  # pyright: ignore
+        return kind.__module__ in self._files and has_state and not issubclass(kind, _CODE)
 
     def functions(self) -> Iterator[FunctionType]:
         """Those that have names there, and those of the user's classes there."""
@@ -216,14 +244,16 @@ class _Noted:
             undo()
 
     def _put_contents_back(self) -> None:
-        for held, contents in self._tables:
-            if not holds_the_same(held, contents):
-                held.clear()
-                held.update(contents)
-        for held, contents in self._stores:
-            if not holds_the_same(held, contents):
-                held.clear()
-                (held.update if isinstance(held, set) else held.extend)(contents)  # pyright: ignore
+        for held, keys, items in self._stores:
+            now = stored_in(held)
+            if _are_same(now[1], items) and _are_same(now[0] or (), keys or ()):
+                continue
+            stored = stored_as(cast("Any", type(held)))
+            stored.clear(held)
+            if keys is None:
+                (stored.update if stored is set else stored.extend)(held, items)
+            for item in zip(keys or (), items, strict=False):
+                stored.__setitem__(held, *item)  # pyright: ignore
 
 
 class Surroundings:
@@ -375,6 +405,8 @@ def _spaces(kinds: set[type], called: Sequence[Any]) -> Iterator[tuple[str, Spac
         yield name, Space(module)
         own = not is_library(name)
         for leaf, item in list(vars(module).items()):
+            if own and isinstance(item, type) and item.__module__ == name and item not in kinds:
+                yield f"{name}.{item.__qualname__}", Space(item)
             home: str | None = item.__name__ if isinstance(item, ModuleType) else getattr(item, "__module__", None)
             if home is None or home in seen or not isinstance(item, (FunctionType, type, ModuleType, _CACHE)):
                 continue
@@ -469,11 +501,15 @@ def _may_clear(cache: Cache) -> bool:
 
 
 def _cells(held: FunctionType) -> Iterator[Any]:
-    for cell in held.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:
-            continue
+    """What a function closes over."""
+    return (cell.cell_contents for cell in held.__closure__ or () if _is_filled(cell))
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return (cell.cell_contents, True)[1]
+    except ValueError:
+        return False
 
 
 def cached_tensors(cache: Cache) -> list[Tensor]:
@@ -484,16 +520,36 @@ def cached_tensors(cache: Cache) -> list[Tensor]:
     return [tensor for _, tensor in hidden_tensors(held)]
 
 
+def _put_defaults(function: FunctionType, defaults: Any, named: Any) -> None:
+    if function.__defaults__ is not defaults:
+        function.__defaults__ = defaults
+    if function.__kwdefaults__ is not named:
+        function.__kwdefaults__ = named
+
+
+def _put_dict(held: Any, own: dict[str, Any]) -> None:
+    if held.__dict__ is not own:
+        held.__dict__ = own
+
+
+def _has_state(held: Any, state: tuple[Any, ...]) -> bool:
+    now: tuple[Any, ...] = (held.func, held.args, held.keywords, vars(held))  # pyright: ignore
+    return _are_same(now, state)
+
+
 def _put_numbers(held: Any, kept: Any, size: int) -> None:
     with memoryview(held) as view, memoryview(kept) as numbers:
         if view.nbytes == size and view.tobytes() != numbers.tobytes():
             view.cast("B")[:] = numbers.cast("B")  # pyright: ignore
 
 
+def _are_same(held: Sequence[Any], before: Sequence[Any]) -> bool:
+    return len(held) == len(before) and all(map(is_, held, before))
+
+
 def holds_the_same(held: Any, before: Any) -> bool:
     """Whether a container holds the same objects in the same order as before, found in C."""
-    same = len(held) == len(before) and all(map(is_, held, before))
-    return same and (not isinstance(before, dict) or all(map(is_, held.values(), before.values())))  # pyright: ignore
+    return _are_same(held, before) and (not isinstance(before, dict) or all(map(is_, held.values(), before.values())))  # pyright: ignore
 
 
 def generators() -> list[Callable[[], object]]:
