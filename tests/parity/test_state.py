@@ -8,6 +8,8 @@ import contextvars
 import copy
 import enum
 import functools
+import io
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +29,8 @@ PLAN = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
 COUNT = 0
 LOG: list[int] = []
 TABLES: dict[int, Tensor] = {}
+IDS = itertools.count(3, 2)
+LATE: Any = None
 
 
 class Counter:
@@ -53,7 +57,7 @@ class Keeps(nn.Module):
         self.how, self.calls, self.history, self.stats = how, 0, list[int](), {"calls": 0}
         self.seen = set[str]()
         self.kept: Tensor | None = None
-        self.turned = False
+        self.turned, self.own = False, itertools.count()
         self.turns = {"pair": 0, "other": 0}
         self.counter = Counter()
         self.register_buffer("steps", torch.tensor(0))
@@ -186,7 +190,21 @@ def normalizes_inner_features(m: Any, x: Tensor) -> Tensor:
     return m.down(m.inner_norm(m.up(x).transpose(1, 2)).transpose(1, 2))
 
 
+def says(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    print(f"call {m.calls}", file=io.StringIO())
+    return m.pair(x)
+
+
+def takes_a_number(m: Any, x: Tensor) -> Tensor:
+    global LATE
+    LATE = itertools.count() if LATE is None else LATE
+    m.calls = (next(IDS), next(LATE), next(m.own))[2]  # ranks are threads: what is global, they share
+    return m.pair(x)
+
+
 RIGHT = [
+    says, takes_a_number,
     counts, counts_elsewhere, logs, builds, builds_in_a_global, leaves, reads_the_last, turns_once, steps, averages,
     averages_features, replaces, normalizes, caches, caches_there, keeps_the_last,
 ]  # fmt: skip
@@ -195,8 +213,8 @@ RIGHT_OR_REFUSED = [leaves_a_part, averages_a_part, averages_inner_features, nor
 
 @pytest.fixture(autouse=True)
 def _fresh_globals() -> None:
-    global COUNT
-    COUNT = 0
+    global COUNT, IDS, LATE
+    COUNT, IDS, LATE = 0, itertools.count(3, 2), None
     LOG.clear()
     TABLES.clear()
     table.cache_clear()
@@ -305,6 +323,10 @@ def collects(m: Any, x: Tensor) -> Tensor:
     return m.pair(x) if "call 1000" not in m.seen else m.other(x)
 
 
+def asks_a_count(m: Any, x: Tensor) -> Tensor:
+    return m.pair(x) if next(IDS) < 1000 else m.other(x)
+
+
 def grows(m: Any, x: Tensor) -> Tensor:
     m.kept = x.detach() if m.kept is None else torch.cat([m.kept, x.detach()], 1)
     return m.pair(x) + m.kept.mean()
@@ -313,7 +335,7 @@ def grows(m: Any, x: Tensor) -> Tensor:
 STEERS = {
     warms_up: "calls", scales: "calls", looks_back: "history", alternates: "turned", asks_a_buffer: "steps",
     asks_a_global: "COUNT", asks_an_object: "counter.total", grows: "kept",
-    collects: "seen", takes_turns: "turns",
+    collects: "seen", takes_turns: "turns", asks_a_count: "IDS",
 }  # fmt: skip
 
 
@@ -321,6 +343,23 @@ STEERS = {
 def test_what_depends_on_earlier_calls_is_refused(how: Callable[[Any, Tensor], Tensor]) -> None:
     with pytest.raises(CompileError, match=rf"TP129 .*{STEERS[how]}"):  # pyright: ignore
         tpplan.compile_plan(Keeps(how), PLAN, 2, torch.randn(2, 3, 8))
+
+
+def test_a_count_may_be_returned() -> None:
+    tpplan.compile_plan(Keeps(lambda m, x: (counts(m, x), {"step": m.calls})), PLAN, 2, torch.randn(2, 3, 8))  # pyright: ignore
+
+
+def test_a_model_that_calls_itself_is_refused_by_name() -> None:
+    def again(m: Any, x: Tensor) -> Tensor:
+        return m.pair(x) if x.shape[1] < 2 else m(x[:, 1:])
+
+    with pytest.raises(CompileError, match=r"calls the model itself(.|\n)*put it into a module that calls it"):
+        tpplan.compile_plan(Keeps(again), PLAN, 2, torch.randn(2, 3, 8))
+    tpplan.compile_plan(nn.Sequential(Keeps(again)), nested(PLAN), 2, torch.randn(2, 3, 8))
+
+
+def nested(plan: dict[str, Any]) -> dict[str, Any]:
+    return plan | {"modules": {f"0.{name}": style for name, style in plan["modules"].items()}}
 
 
 class Rows(list[int]):
@@ -430,7 +469,8 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
         tables = {key: list(item) for key, item in vars(module).items() if isinstance(item, dict)}
         found[f"{name}.vars"] = (type(module), held, tables)
     found["state"] = (model.calls, list(model.history), dict(model.stats), model.counter.total)  # pyright: ignore
-    found["around"] = (COUNT, list(LOG), dict(TABLES), Counter.total, table.cache_info().currsize)
+    counts = (COUNT, repr(IDS), repr(LATE), repr(model.own))
+    found["around"] = (counts, list(LOG), dict(TABLES), Counter.total, table.cache_info().currsize)
     found["random"] = (torch.get_rng_state(), __import__("random").getstate())
     return found
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import tpplan
-from tests.compiler.toys import HIDDEN
+from tests.compiler.toys import HIDDEN, MLP, Mlp
 from tests.marking import in_thirds
 from tests.runtime.simulated import on_ranks, worst
 from tests.runtime.test_changes import EXAMPLE, RULES, TOLERANCE, Model, x
@@ -124,3 +124,50 @@ def test_a_module_that_is_called_by_itself_tells_of_surgery_inside() -> None:
         return told(model.blocks[0])
 
     assert all(text.startswith("TP130") for text in on_ranks(stock(), RULES, 2, EXAMPLE, work))
+
+
+class Halved(nn.Module):
+    """A step that can be undone."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+    def right_inverse(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+def halved() -> nn.Module:
+    model = Mlp().double()
+    parametrize.register_parametrization(model.up, "weight", Halved())
+    parametrize.register_parametrization(model.down, "weight", Halved())
+    return model
+
+
+def assigned(model: Any) -> None:
+    for layer in (model.up, model.down):
+        shape = layer.weight.shape
+        layer.weight = torch.linspace(-1, 1, shape.numel(), dtype=torch.float64).reshape(shape)
+
+
+def test_a_parametrized_weight_may_be_assigned() -> None:
+    assert max(worst(halved(), MLP, 2, EXAMPLE, [((x(),), {}), assigned, ((x(),), {})])) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["up", "down"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_breaks_a_parametrization_is_refused_and_changes_nothing(name: str, kept: bool) -> None:
+    def work(model: Any, _: CallGuard) -> list[str]:
+        before, layer, texts = model(x()), getattr(model, name), list[str]()
+        for act in (
+            lambda: parametrize.remove_parametrizations(layer, "weight", leave_parametrized=kept),
+            lambda: setattr(layer, "weight", torch.ones(3, dtype=torch.float64)),
+        ):
+            with pytest.raises(tpplan.TpplanError) as raised:
+                act()
+            texts.append(str(raised.value))
+        assert torch.equal(model(x()), before)
+        return texts
+
+    for removed, other in on_ranks(halved(), MLP, 2, EXAMPLE, work):
+        assert removed.startswith("TP130") and "before `parallelize`" in removed
+        assert other.startswith("TP130") and "same shape and dtype" in other

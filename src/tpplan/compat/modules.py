@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -65,6 +66,11 @@ def parametrized_tensors(module: nn.Module) -> dict[str, Sequence[nn.Module]]:
     For every torch.
     """
     return dict(cast("Any", module).parametrizations) if is_parametrized(module) else {}
+
+
+def removes_parametrizations(depth: int) -> bool:
+    """Whether the caller that is `depth` frames up is torch's `remove_parametrizations`. For every torch."""
+    return sys._getframe(depth + 1).f_code is parametrize.remove_parametrizations.__code__
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -13,12 +13,14 @@ pickled. What can't be compared without using it up, as a generator, is refused.
 
 from __future__ import annotations
 
+import ast
 import builtins
 import dis
 import enum
 import functools
 import importlib.util
 import io
+import itertools
 import logging
 import os
 import struct
@@ -125,6 +127,8 @@ def parts(held: Any) -> Parts | None:
     kind = cast("type[Any]", type(held))
     if kind in _ATOMS or isinstance(held, PurePath) or _is_compilers(kind, held):
         return None
+    if kind is itertools.count:
+        return [("__next__", counted(held))]
     if isinstance(held, _TOOLS):  # of a user's class what that, or the user, has set on it
         return None if is_library(kind.__module__) else [*vars(held).items()]
     if isinstance(held, Tensor):
@@ -146,6 +150,19 @@ def parts(held: Any) -> Parts | None:
     if is_written_in_python(kind) or isinstance(held, SimpleNamespace):
         return [*attributes(held)]
     return _hidden(held)
+
+
+def counted(held: Any) -> tuple[Any, ...]:
+    """Where an `itertools.count` stands, and its step; nothing is taken from it.
+
+    Raises:
+        UnseenError: it counts something else than numbers.
+    """
+    try:
+        state: Any = ast.literal_eval(repr(held).removeprefix("count"))
+    except ValueError:
+        raise UnseenError(f"a `{held!r}`, which can be read only once") from None
+    return (*state,) if isinstance(state, tuple) else (state,)  # pyright: ignore
 
 
 def _is_setting(name: str, held: object) -> bool:

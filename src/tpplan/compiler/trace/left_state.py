@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections import ChainMap, deque
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -24,8 +25,8 @@ from torch import Tensor, nn
 from tpplan.compat.dtensors import local_of
 from tpplan.compiler.trace.slots import FEW, ITEMS, LENGTH, Slots, slots_of
 from tpplan.compiler.trace.surroundings import Surroundings
-from tpplan.compiler.trace.watched_state import WatchedDeque, WatchedList, WatchedNumber
-from tpplan.state.parts import stored_as, stored_in
+from tpplan.compiler.trace.watched_state import WatchedCount, WatchedDeque, WatchedList, WatchedNumber
+from tpplan.state.parts import counted, stored_as, stored_in
 
 State = ChainMap[str, Any]
 
@@ -47,6 +48,8 @@ def described(slots: Slots) -> State:
 def _described(held: Any) -> tuple[object, object]:
     if isinstance(held, WatchedNumber):
         return (type(held.number).__name__, held.number)
+    if isinstance(held, count):
+        return ("count", counted(held))
     if not isinstance(held, Tensor):
         return (type(held).__name__, held)
     if held.is_meta or held.numel() > FEW or held.layout is not torch.strided or held.is_quantized:
@@ -86,7 +89,7 @@ def _state(slots: Slots, tell: Callable[[Any], object], cached: bool = True) -> 
 
 
 def _told(held: Any) -> object:
-    if not isinstance(held, (Tensor, WatchedNumber)):
+    if not isinstance(held, (Tensor, WatchedNumber, count)):
         return held
     kind, content = _described(held)
     return content if isinstance(kind, str) else None
@@ -116,10 +119,10 @@ def watch(model: nn.Module, around: Surroundings, names: set[str], note: Callabl
     """
     slots = slots_of(model, around)
     tensors: set[int] = set()
-    counted = {name.removesuffix(LENGTH): slot.counted for name, slot in slots.items() if slot.counted is not None}
+    lengths = {name.removesuffix(LENGTH): slot.counted for name, slot in slots.items() if slot.counted is not None}
     numbers = [n for n in names & slots.keys() if not isinstance(slots[n].value, Tensor)]
-    full = {n for n, held in counted.items() if type(held) is deque and any(m.startswith(f"{n}[") for m in numbers)}
-    lists = full.union(name for name in counted if f"{name}{LENGTH}" in names)
+    full = {n for n, held in lengths.items() if type(held) is deque and any(m.startswith(f"{n}[") for m in numbers)}
+    lists = full.union(name for name in lengths if f"{name}{LENGTH}" in names)
     changed = (names & slots.keys()).union(f"{name}{LENGTH}" for name in full)
     for name in sorted(changed, key=len, reverse=True):  # what a list holds before the list
         slot = slots[name]
@@ -129,6 +132,9 @@ def watch(model: nn.Module, around: Surroundings, names: set[str], note: Callabl
             slot.put(_watched(slot.counted, functools.partial(note, name.removesuffix(LENGTH))))
         elif type(slot.value) in (int, float) and slot.setter is not None and not name.endswith(LENGTH):
             slot.put(WatchedNumber(slot.value, name, note))
+        elif type(slot.value) is count and slot.setter is not None:
+            start, *step = counted(slot.value)
+            slot.put(WatchedCount(WatchedNumber(start, name, note), *step))
         elif any(name.startswith((f"{grown}[", f"{grown}{ITEMS}")) for grown in lists):
             continue  # whoever reads that reads the list
         elif not (name.endswith(ITEMS) and _watch_items(slot.holder, name.removesuffix(ITEMS), note)):

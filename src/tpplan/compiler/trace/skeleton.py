@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 from types import CellType, FunctionType, GeneratorType
 from typing import Any, NoReturn, cast
 
@@ -23,6 +24,7 @@ from tpplan.compat.modules import named_modules, own_buffers, own_parameters
 from tpplan.compiler.ir.hidden import is_plain, members
 from tpplan.compiler.ir.objects import note_alike
 from tpplan.compiler.trace.unfollowed import UnfollowedError
+from tpplan.state.parts import counted
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _TABLES = frozenset((dict, OrderedDict, set))
@@ -126,6 +128,9 @@ def _duplicate(held: Any, memo: dict[int, Any]) -> object:
     found = memo.get(id(held))
     if found is not None:
         return found
+    if kind is count:
+        memo[id(held)] = count(*counted(held))
+        return memo[id(held)]
     if kind in _TABLES and not held and not getattr(held, "__dict__", None):
         memo[id(held)] = kind()
         return memo[id(held)]

@@ -20,6 +20,7 @@ import sys
 from collections import ChainMap, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
+from itertools import count
 from operator import is_
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple, cast
@@ -39,6 +40,7 @@ LENGTH = " (its length)"
 ORDER = " (its order)"
 ITEMS = " (its items)"
 _PLAIN = frozenset((bool, int, float, str, type(None)))
+_MOVING = (Tensor, WatchedNumber, count)
 _UNSET = object()
 _STOCK = frozenset(vars(nn.Module())) | {"forward"}
 Setter = Callable[[Any, Any, Any], object]
@@ -81,7 +83,7 @@ class AroundSlots(dict[str, Slot]):
     def __init__(self, groups: Collection[dict[str, Slot]]) -> None:
         """Of all groups."""
         super().__init__({name: slot for group in groups for name, slot in group.items()})
-        self.moving = {name: slot for name, slot in self.items() if isinstance(slot.value, (Tensor, WatchedNumber))}
+        self.moving = {name: slot for name, slot in self.items() if isinstance(slot.value, _MOVING)}
         self.told: dict[object, dict[str, Any]] = {}
 
 
@@ -197,7 +199,7 @@ class _Collector:
     ) -> None:
         """Note what `item`, which `holder` has at `key`, is or holds."""
         held = cast("Any", item)
-        if is_plain(held) or isinstance(held, (Tensor, WatchedNumber)):
+        if is_plain(held) or isinstance(held, _MOVING):
             self.found[name] = Slot(held, holder, key, setter, None, self.outside)
             return
         if id(held) in self.groups or isinstance(held, (nn.Module, type)):

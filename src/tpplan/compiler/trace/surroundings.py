@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from enum import EnumType
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from operator import is_
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -36,14 +36,24 @@ from tpplan.compat.generators import random_state, set_random_state
 from tpplan.compat.hooks import global_hooks, hooks_of
 from tpplan.compat.modules import named_modules
 from tpplan.compiler.ir.hidden import hidden_tensors, holds_only
-from tpplan.state.parts import functions_in, is_library, names_in, slots_of, stored_as, stored_in, unbound
+from tpplan.state.parts import (
+    UnseenError,
+    counted,
+    functions_in,
+    is_library,
+    names_in,
+    slots_of,
+    stored_as,
+    stored_in,
+    unbound,
+)
 
 Cache = Any  # functools has no public name for what `lru_cache` makes
 _CACHE: Any = type(functools.lru_cache(lambda: None))
 _OURS = ("torch", "tpplan", "builtins")
 _SCALARS = frozenset((bool, int, float, str, type(None)))
 CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict))
-_WRITTEN = (functools.partial, MethodType, SimpleNamespace, threading.local, ContextVar)
+_WRITTEN = (functools.partial, MethodType, SimpleNamespace, threading.local, ContextVar, count)
 _PLAIN_ATTRIBUTES = frozenset((*_SCALARS, OrderedDict, torch.dtype, torch.device, Tensor))
 _STOCK = frozenset(vars(nn.Module()))
 _BARE = frozenset((tuple, list, deque, set, frozenset, dict))  # without attributes
@@ -124,6 +134,7 @@ class _Noted:
         self._seen: set[int] = set()
         self._stores: list[tuple[Any, list[Any] | None, list[Any]]] = []
         self._undo: list[Callable[[], object]] = []
+        self._counts: dict[int, tuple[Any, tuple[Any, ...], Any]] = {}
         self._tensors: list[tuple[Tensor, tuple[int, Tensor]]] = []
         for _, values in self._bound:
             for held in values.values():
@@ -162,6 +173,9 @@ class _Noted:
                 waiting += () if holds_only(_SCALARS, items) else items
                 if issubclass(kind, defaultdict):
                     self._undo.append(functools.partial(setattr, item, "default_factory", item.default_factory))
+            elif kind is count:
+                with suppress(UnseenError):
+                    self._counts[id(item)] = item, counted(item), item
             else:
                 waiting += self._way_back(item, kind)
             if type(own) is dict and (self._is_written(kind) or (stored is not None and kind not in _BARE)):  # pyright: ignore
@@ -232,9 +246,10 @@ class _Noted:
             for name in [name for name in self.values(space) if name not in values]:
                 space.delete(name)
             for name, held in values.items():
+                held = self._as_it_was(held)
                 if space.names().get(name) is not held:
                     space.set(name, held)
-        if not self._contents.are_same():
+        if not self._contents.are_same() or any(counted(made) != start for _, start, made in self._counts.values()):
             self._put_contents_back()
         for held, (version, numbers) in self._tensors:
             if held._version != version:
@@ -243,8 +258,19 @@ class _Noted:
         for undo in self._undo:
             undo()
 
+    def _as_it_was(self, held: Any) -> Any:
+        """What something is to be put back as: in the place of a count that has gone on, one that hasn't."""
+        if id(held) not in self._counts:
+            return held
+        item, start, made = self._counts[id(held)]
+        if counted(made) != start:
+            made = count(*start)
+            self._counts[id(held)] = item, start, made
+        return made
+
     def _put_contents_back(self) -> None:
-        for held, keys, items in self._stores:
+        for held, keys, stored_items in self._stores:
+            items = [*map(self._as_it_was, stored_items)] if self._counts else stored_items
             now = stored_in(held)
             if _are_same(now[1], items) and _are_same(now[0] or (), keys or ()):
                 continue

@@ -15,9 +15,10 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
@@ -25,7 +26,13 @@ from torch.utils.hooks import RemovableHandle
 from tpplan.compat.data_parallel import fsdp_unit, is_localized, is_localizer, replicas_without_mesh
 from tpplan.compat.dtensors import local_of
 from tpplan.compat.dynamo import COMPILED_CALL
-from tpplan.compat.modules import own_parameters
+from tpplan.compat.modules import (
+    PARAMETRIZATIONS,
+    own_modules,
+    own_parameters,
+    parametrized_tensors,
+    removes_parametrizations,
+)
 from tpplan.compat.subclasses import takes_apart
 from tpplan.compat.tensors import is_gathered, mark_gathered, name_alike
 from tpplan.runtime.around.onlookers import Onlookers
@@ -112,6 +119,21 @@ class Writes:
             notes=("nothing was replaced: the model runs as before",),
         )
 
+    def refuse_numbers(self, module: nn.Module, name: str) -> None:
+        """Refuse numbers for a tensor that a parametrization computes, which don't fit it.
+
+        Raises:
+            StateError: with a TP130.
+        """
+        owner = self.outside(module).name if self.outside is not None else ""
+        raise StateError.of(
+            "TP130",
+            f"`{f'{owner}.{name}'.lstrip('.')}` was assigned numbers of another shape or dtype than those that its "
+            "parametrization computes it of",
+            help="assign a whole tensor of the same shape and dtype",
+            notes=("nothing was replaced: the model runs as before",),
+        )
+
     def note(self, module: nn.Module, name: str) -> None:
         """Remember that `name` was set in, added to or deleted from `module`."""
         if self._paused:
@@ -138,6 +160,8 @@ class Watched(nn.Module):
     """A module that tells what is written to it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, Tensor) and _assigned(self, name, value):
+            return
         if isinstance(value, nn.Parameter):
             value = _own_parameter(self, name, value)
         super().__setattr__(name, value)
@@ -190,6 +214,41 @@ class Watched(nn.Module):
     def register_backward_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Register a hook, and note it."""
         return _noted(self, super().register_backward_hook(hook))
+
+
+def _contains(modules: nn.ModuleDict, name: str) -> bool:
+    """Whether a table of modules has one of this name; it is what torch asks before it removes parametrizations."""
+    if removes_parametrizations(2):
+        raise StateError.of(
+            "TP130",
+            f"the parametrization of `{name}` was to be removed after `parallelize`, so that what was proved wouldn't "
+            "be what runs",
+            help="remove it from the stock model, before `parallelize`",
+            notes=("nothing was removed: the model runs as before",),
+        )
+    return name in own_modules(modules)
+
+
+def _assigned(module: nn.Module, name: str, value: Tensor) -> bool:
+    """Write whole numbers into what a parametrization computes a tensor of, as torch does; whether there is one."""
+    writes: Writes | None = module.__dict__.get(WRITES)
+    steps = parametrized_tensors(module).get(name) if PARAMETRIZATIONS in own_modules(module) else None
+    if writes is None or steps is None or isinstance(value, nn.Parameter):
+        return False
+    originals = [held for held in own_parameters(cast("nn.Module", steps)).values() if held is not None]
+    if not originals or not all(hasattr(step, "right_inverse") for step in steps):
+        return False  # torch's own way, or its message
+    made: Any = value
+    with torch.no_grad():
+        for step in reversed([*steps]):
+            made = cast("Any", step).right_inverse(made)
+        parts: list[Tensor] = [made] if isinstance(made, Tensor) else [*made]
+        forms = [(held.shape, held.dtype) for held in originals]
+        if [(held.shape, held.dtype) for held in parts] != forms:
+            writes.refuse_numbers(module, name)
+        for original, held in zip(originals, parts, strict=True):
+            original.copy_(held)
+    return True
 
 
 def _own_parameter(module: nn.Module, name: str, value: nn.Parameter) -> nn.Parameter:
@@ -248,6 +307,8 @@ def watched_class(stock: type[nn.Module], members: Mapping[str, Any] | None = No
     own: dict[str, Any] = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
     if all(getattr(stock, name, None) is getattr(object, name, None) for name in _PROTOCOL):
         own |= {"__deepcopy__": _copied, "__reduce_ex__": functools.partialmethod(_as_stock, stock)}
+    if stock is nn.ModuleDict:
+        own["__contains__"] = _contains
     made = type(stock.__name__, (Watched, stock), own | dict(members or {}))
     if members is None:
         _classes[stock] = made
