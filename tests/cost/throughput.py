@@ -95,8 +95,8 @@ def model_of(name: str) -> nn.Module:
     if name.startswith("GPT"):  # of before there was flash attention
         config = transformers.GPT2Config(
             n_layer=layers, n_embd=hidden, n_head=heads, vocab_size=vocabulary, n_positions=2048,
-            attn_implementation="eager",
         )  # fmt: skip
+        config._attn_implementation = "eager"
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 

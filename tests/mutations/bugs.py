@@ -53,7 +53,7 @@ BUGS = (
     Bug("the guard forgets requires_grad", "calls/key.py",
         "held.dim(), self._recorded and held.requires_grad)", "held.dim())", _GUARD),
     Bug("the guard forgets dtypes", "calls/key.py",
-        "found: Part = (held.dtype, held.dim(),", "found: Part = (held.dim(),", _GUARD),
+        "found: Part = (held.dtype, held.layout,", "found: Part = (held.layout,", _GUARD),
     Bug("the guard forgets the mode", "calls/key.py",
         "found: list[object] = [training, *more,", "found: list[object] = [*more,", _GUARD),
     Bug("the guard forgets autocast", "calls/key.py",
