@@ -219,8 +219,8 @@ class _Noted:
     def values(self, space: Space) -> dict[str, Any]:
         """Of the names those that a forward may write to: numbers, texts, containers, tensors, the user's objects."""
         kinds, names = self._kinds, space.names()
-        for kind in set[type[Any]](map(type, names.values())).difference(kinds):
-            kinds[kind] = self._may_be_written(kind)
+        for kind in {*map(type, names.values())}.difference(kinds):
+            kinds[kind] = self._may_be_written(kind)  # pyright: ignore
         inner = ("_",) if isinstance(space.holder, EnumType) else ("__",)  # an Enum's tables of its members
         return {name: held for name, held in names.items() if kinds[type(held)] and not name.startswith(inner)}
 
