@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, MutableMapping
@@ -173,6 +174,15 @@ def test_what_the_model_holds_goes_by_its_names_there() -> None:
     assert not [name for name in slots if "TABLE['" in name and "IN_A" not in name]
     alone = slots_of(nn.Module(), Surroundings(model))
     assert [name for name in alone if name.endswith("TABLE['inner']['b']")]
+
+
+def test_what_all_files_share_is_left_alone() -> None:
+    """Threads may be running: a table of all builtins that is emptied and filled again takes their names away."""
+    around = Surroundings(Model())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builtins, "put_by_another", 1, raising=False)
+        around.restore()
+        assert builtins.put_by_another  # pyright: ignore
 
 
 def test_it_is_looked_through_once_while_nothing_changes() -> None:

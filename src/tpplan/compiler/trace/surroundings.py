@@ -147,10 +147,11 @@ class _Noted:
     def _named(self) -> Iterator[object]:
         """What has names around the model, and in the user's classes there."""
         for _, space in self.spaces:
-            for held in [*space.names().values()]:
-                yield held
+            for name, held in [*space.names().items()]:
+                if not name.startswith("__"):  # the builtins are all files' own
+                    yield held
                 if isinstance(held, type) and not is_library(held.__module__):
-                    yield from [*vars(held).values()]
+                    yield from [item for leaf, item in vars(held).items() if not leaf.startswith("__")]
 
     def _note(self, held: Any) -> None:
         """Remember what can be written to something, and to what it holds."""
