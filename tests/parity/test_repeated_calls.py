@@ -145,11 +145,20 @@ class Recursive(Loop):
         return self(x + self(self.cell(self.norm(x)), 0), more - 1) if more else self.out(x)
 
 
+class RecursiveAgain(Loop):
+    """What a checkpoint recomputes calls the model, in which a checkpoint calls it."""
+
+    def forward(self, x: Tensor, more: int = 2) -> Tensor:
+        if not more:
+            return self.out(x)
+        return checkpoint(self, self.out(x) + self.cell(self.norm(x)), more - 1, use_reentrant=True)
+
+
 KINDS: dict[Callable[[], nn.Module], dict[str, Any]] = {
     Loop: CELL, Bare: CELL, Equilibrium: CELL, Frozen: CELL, Tree: CELL, Again: CELL, AgainInside: CELL,
     Recursive: CELL,
 }  # fmt: skip
-CASES = [*KINDS.items(), (Equilibrium, STREAM), (Checkpointed, CELL), (Checkpointed, STREAM)]
+CASES = [*KINDS.items(), (Equilibrium, STREAM), (Checkpointed, CELL), (Checkpointed, STREAM), (RecursiveAgain, CELL)]
 
 
 def made(kind: Callable[[], nn.Module]) -> nn.Module:
@@ -175,7 +184,7 @@ def test_calls_of_one_module_are_right(
     (kind, rules), (tp, wants_gradient) = case, way
     report = tpplan.verify(made(kind), plan_of(rules), tp, call_of(kind, wants_gradient=wants_gradient))
     assert report.ok, report.problems
-    if kind is Checkpointed:  # what runs again sends again
+    if kind in (Checkpointed, RecursiveAgain):  # what runs again sends again
         return
     if kind is not Equilibrium or not wants_gradient:  # its input gets none: all that reads it is under `no_grad`
         assert report.collectives == report.predicted

@@ -153,8 +153,8 @@ class ShardedRoot(ShardedModule):
             trace_root()
         if active_compiler() is not None:
             return call_compiled(self, args, kwargs)
-        if self.__dict__[RUNTIME].handed_out.shards is not None and not runs_backward():
-            return super().forward(*args, **kwargs)  # it calls itself, which is a part of what is proved
+        if self.__dict__[RUNTIME].handed_out.calls_itself():
+            return super().forward(*args, **kwargs)  # a part of what is proved
         return self.call_guarded(args, kwargs, None)
 
     def call_guarded(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: object) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.compat.autograd import native_apply
+from tpplan.compat.autograd import native_apply, running_backward
 from tpplan.compat.dtensors import local_of, local_of_one_axis, make_gradient
 from tpplan.compat.modules import own_parameters
 from tpplan.compat.pipelines import splits_backward
@@ -161,6 +162,8 @@ def _shared(layout: Layout, size: int, rank: int) -> tuple[int, int, tuple[tuple
     return layout.dim or 0, edge, tuple(found)
 
 
+_Outer = tuple[dict[int, Tensor] | None, int | None, tuple[int, int]]
+
 Place = tuple[nn.Module, str]
 """Where a parameter is: its module, and its name there."""
 
@@ -176,6 +179,7 @@ class HandedOut:
         summing: the same, for gradients.
         context: what reshards know of the call under way.
         shards: the tensors; None while no forward of the root is under way.
+        runs_in: the thread of that forward, and the number of the backward that recomputes it, or -1.
         made: products of linear layers that were made before the layers are called: of which input and parameter, each
             with how often it had been written to.
         context: what reshards know of the call under way.
@@ -206,6 +210,7 @@ class HandedOut:
         self.summing = of_sums(axis)
         self.context = CallContext() if context is None else context
         self.shards: dict[int, Tensor] | None = None
+        self.runs_in = (0, -1)
         self.made: dict[nn.Module, tuple[Tensor, int, object, int, Tensor]] = {}
         self.calls = RecentCalls()
         self.alone: Callable[[], None] | None = None
@@ -234,6 +239,7 @@ class HandedOut:
     def open(self, summed: Sequence[Tensor]) -> None:
         """Begin a forward: hand out the parameters whose gradients are summed, tied together by one backward node."""
         self.shards = {}
+        self.runs_in = _here()
         self.begin()
         self.singly = torch.is_grad_enabled() and splits_backward()
         if summed and torch.is_grad_enabled():
@@ -251,17 +257,21 @@ class HandedOut:
         for held in zip(parameters) if self.singly else filter(None, (parameters,)):
             self.shards.update(zip(map(id, held), read(*held), strict=True))
 
-    def under_way(self) -> tuple[dict[int, Tensor] | None, int | None]:
-        """What the forward under way was handed out, and its batch."""
-        return self.shards, self.context.batch
+    def calls_itself(self) -> bool:
+        """Whether a call of the root that begins here is made by the forward under way."""
+        return self.shards is not None and self.runs_in == _here()
 
-    def close(self, outer: tuple[dict[int, Tensor] | None, int | None]) -> None:
+    def under_way(self) -> _Outer:
+        """What the forward under way was handed out, its batch, and where it runs."""
+        return self.shards, self.context.batch, self.runs_in
+
+    def close(self, outer: _Outer) -> None:
         """End a forward, and go on with the one around it; the autograd graph keeps what it needs."""
         forwards.count -= 1
         self.shards = None
         self.made.clear()
         self.note(False)
-        self.shards, batch = outer
+        self.shards, batch, self.runs_in = outer
         self.context.batch = self.context.batch if self.shards is None else batch
         if self.ended is not None and sys.exc_info()[0] is None:
             self.ended()
@@ -289,6 +299,10 @@ class HandedOut:
         ran.handed_out.context.batch = ran.batch
         ran.handed_out.recalled = ran
         return ran.alone
+
+
+def _here() -> tuple[int, int]:
+    return threading.get_ident(), running_backward()
 
 
 def _uncut(parameter: Tensor) -> Tensor:
