@@ -155,6 +155,12 @@ def test_an_operator_outside_of_the_table_runs_on_replicated_operands_alone() ->
     assert not isinstance(subject.outcomes(Propagator(2, 4), (REPLICATED_PARTIAL,)), Refusal)
 
 
+@pytest.mark.parametrize(("dtype", "refused"), [(torch.float8_e4m3fn, True), (torch.bfloat16, False)])
+def test_terms_of_a_sum_arent_rounded_to_a_byte(dtype: torch.dtype, refused: bool) -> None:
+    subject = Subject(Call(aten._to_copy.default, (X,), {"dtype": dtype}))
+    assert isinstance(subject.outcomes(Propagator(2, 4), (PARTIAL,)), Refusal) == refused
+
+
 # -- what the audit sees ----------------------------------------------------------------------------------------------
 S0, S1 = sharded(0), sharded(1)
 CLAIMS: tuple[tuple[str, Call, tuple[Layout, ...], Layout], ...] = (

@@ -479,6 +479,9 @@ def _takes_partial(
     """Whether the operator is linear in those of its operands that are partial."""
     if not any(held.forward == "P" for held in layouts.values()):
         return True
+    made = node.outputs[0]
+    if node.is_a("cast") and made is not None and values[made].dtype.itemsize == 1:
+        return False  # to a byte: a sum of terms that are rounded so coarsely isn't the sum
     inputs = [i for i in node.inputs if i in layouts]
     return operator.takes_partial(tuple(layouts[i].forward == "P" for i in inputs))
 
