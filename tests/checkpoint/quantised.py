@@ -190,6 +190,7 @@ WAYS: dict[str, Way] = {
     "gptq": Way(_by_inputs(less=1), _GPTQ),
     "gptq, shuffled": Way(_by_inputs(less=1, shuffled=True), _GPTQ | {"desc_act": True}),
     "gptq v2": Way(_by_inputs(bits=8, group=0), _GPTQ | {"bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"}),
+    "gptq, one group": Way(_by_inputs(less=1, group=0), {"quant_method": "gptq", "bits": 4}),
     "awq": Way(_by_inputs(awq=True), {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
     "int8 by row": Way(_packed(8, 0, True), _compressed("pack-quantized", num_bits=8, type="int")),
 }

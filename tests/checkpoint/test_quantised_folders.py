@@ -290,6 +290,11 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         lambda f: _held(f, lambda h: h[_GATE.replace("weight", "g_idx")].fill_(8)),
         rf"`{_GATE}`: .*g_idx` is I32 of shape \[256\], which isn't one of 8 groups for each input",
     ),
+    "no order of groups": (
+        "gptq, shuffled",
+        lambda f: _held(f, lambda h: h.pop(_GATE.replace("weight", "g_idx"))),
+        rf"`{_GATE}`: .*scales` is F16 .*, of groups in the order of activations \(`desc_act`\) without a `g_idx`",
+    ),
     "no codes of groups": (
         "gptq",
         lambda f: _held(f, lambda h: h.pop(_GATE.replace("weight", "qweight"))),

@@ -234,7 +234,9 @@ def _linear_weight(parts: StoredWeight, packed: int, more: int = 0, order: Seque
     count, zeros = 32 // bits, others[".qzeros"]
     ingredient = Ingredient(codes, (count, 1) if packed == -2 else (1, count), partial(unpack, dim=packed))
     shape = _numbers_of(ingredient)
-    made = [_grid(shape, scales, partial(_cast, dtype=dtype), [(parts.config.get("group_size") or 0, 1)])]
+    size: Any = parts.config.get("group_size")
+    blocks = [(size, 1) if type(size) is int and size > 0 else ()]
+    made = [_grid(shape, scales, partial(_cast, dtype=dtype), blocks)]
     expected = (scales.shape[0], -(-shape[1] // count))
     if zeros.dtype != "I32" or zeros.shape != expected:
         raise _MisfitError(f"{_told(zeros)}, which should be I32 of shape {list(expected)}")
@@ -250,6 +252,10 @@ def _linear_weight(parts: StoredWeight, packed: int, more: int = 0, order: Seque
 
 def _gptq_weight(parts: StoredWeight) -> Dequantised:
     """Zero points are stored less one, but for `gptq_v2`."""
+    if parts.config.get("desc_act") and ".g_idx" not in parts.others:
+        raise _MisfitError(
+            f"{_told(parts.scales)}, of groups in the order of activations (`desc_act`) without a `g_idx`"
+        )
     return _linear_weight(parts, -2, 0 if parts.config.get("checkpoint_format") == "gptq_v2" else 1)
 
 
