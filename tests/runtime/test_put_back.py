@@ -35,6 +35,7 @@ class Single:
     """A class that keeps one of its objects."""
 
     one: ClassVar[Any] = None
+    count_of_all: ClassVar[int] = 0
 
     def __init__(self) -> None:
         self.count = 0
@@ -92,6 +93,10 @@ def by_single() -> None:
     Single.one.count += 1
 
 
+def by_class() -> None:
+    Single.count_of_all += 1
+
+
 def by_environment() -> None:
     os.environ["TESTS_COUNT"] = str(int(os.environ.get("TESTS_COUNT", "0")) + 1)
 
@@ -106,6 +111,7 @@ SEEN: dict[Callable[[], object], Callable[[], object]] = {
     by_array: lambda: ARRAY.tolist(),
     by_slot: lambda: SLOTTED.count,
     by_single: lambda: Single.one.count,
+    by_class: lambda: Single.count_of_all,
     by_environment: lambda: os.environ.get("TESTS_COUNT"),
 }
 
