@@ -7,13 +7,16 @@ import contextlib
 import contextvars
 import copy
 import enum
+import fractions
 import functools
 import io
 import itertools
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -393,6 +396,49 @@ def given_anew(count: int) -> None:
     PARTIAL.__setstate__((PARTIAL.func, (), {"count": count}, vars(PARTIAL)))  # pyright: ignore
 
 
+class Guarded(Slotted):
+    """What its class has in the place of a slot, and what sets it, nobody but the user may call."""
+
+    @property
+    def count(self) -> int:  # pyright: ignore
+        raise AssertionError
+
+    @count.setter
+    def count(self, count: int) -> None:
+        if count:
+            raise AssertionError
+
+
+class Defaults(collections.defaultdict[str, int]):
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AssertionError
+
+
+class Shown:
+    """A key."""
+
+    def __repr__(self) -> str:
+        raise AssertionError
+
+
+class Pair(NamedTuple):
+    rows: list[int]
+
+
+def shared() -> tuple[Callable[[], int], Callable[[int], object]]:
+    number = 0
+
+    def put(n: int) -> None:
+        nonlocal number
+        number = n
+
+    return lambda: number, put
+
+
+def put_elsewhere(name: str, n: Any) -> None:
+    globals()[name] = n
+
+
 Level.LOW.count = 0  # pyright: ignore
 PARTIAL: Any = functools.partial(dict, count=0)
 MARKED: Any = functools.partial(dict)
@@ -404,7 +450,13 @@ ORDERED.count = 0
 LARGE, LONG, DEEP = dict.fromkeys(range(2000), 0), [0] * 2000, {number: [0] for number in range(2000)}
 IN_A_TUPLE, NAMED, VARIABLE = ([0],), SimpleNamespace(count=0), contextvars.ContextVar("variable", default=0)
 VARIABLE.set(0)
-SLOTTED = Slotted()
+SLOTTED, GUARDED, KEYS = Slotted(), Guarded(), [Shown(), Shown()]
+OF_GUARDED: Any = vars(Slotted)["count"]
+OF_GUARDED.__set__(GUARDED, 0)
+GUARDS, SHOWN, NAMED_TUPLE = Defaults(int), dict.fromkeys(KEYS, 0), Pair([0])
+USERS, CHAINED = collections.UserDict(count=0), collections.ChainMap({"count": 0})
+WEAKLY = weakref.WeakKeyDictionary({KEYS[0]: 0})
+FRACTION, NUMPYS, HALVES = fractions.Fraction(0), {"count": numpy.int64(0)}, itertools.count(fractions.Fraction(1, 2))
 PLACES: dict[str, tuple[Callable[[], int], Callable[[int], object]]] = {
     "a partial's keyword": (lambda: PARTIAL()["count"], lambda n: PARTIAL.keywords.update(count=n)),
     "what a partial is given anew": (lambda: PARTIAL()["count"], given_anew),
@@ -426,8 +478,30 @@ PLACES: dict[str, tuple[Callable[[], int], Callable[[int], object]]] = {
     "what a tuple holds": (lambda: IN_A_TUPLE[0][0], lambda n: IN_A_TUPLE[0].__setitem__(0, n)),
     "a namespace": (lambda: NAMED.count, lambda n: setattr(NAMED, "count", n)),
     "slots": (lambda: SLOTTED.count, lambda n: setattr(SLOTTED, "count", n)),
+    "a slot behind a property": (lambda: OF_GUARDED.__get__(GUARDED), lambda n: OF_GUARDED.__set__(GUARDED, n)),
+    "a table that can't be set": (lambda: GUARDS["count"], lambda n: GUARDS.__setitem__("count", n)),
+    "at a key that can't be shown": (lambda: SHOWN[KEYS[0]], lambda n: SHOWN.__setitem__(KEYS[0], n)),
+    "a named tuple": (lambda: NAMED_TUPLE.rows[0], lambda n: NAMED_TUPLE.rows.__setitem__(0, n)),
+    "a UserDict": (lambda: USERS["count"], lambda n: USERS.__setitem__("count", n)),
+    "a ChainMap": (lambda: CHAINED["count"], lambda n: CHAINED.__setitem__("count", n)),
+    "a weak table": (lambda: WEAKLY[KEYS[0]], lambda n: WEAKLY.__setitem__(KEYS[0], n)),
+    "what two functions close over": shared(),
+    "a fraction": (lambda: FRACTION, lambda n: put_elsewhere("FRACTION", fractions.Fraction(n))),
+    "a number of numpy's": (lambda: NUMPYS["count"], lambda n: NUMPYS.__setitem__("count", numpy.int64(n))),
     "a variable of the context": (VARIABLE.get, VARIABLE.set),
 }
+
+
+# Nobody can put another number there, or one that is watched.
+UNWATCHED = {"what a partial is given anew", "a fraction", "a number of numpy's"}
+
+
+def test_a_slot_that_a_forward_fills_is_emptied_again() -> None:
+    OF_GUARDED.__delete__(SLOTTED)
+    how = lambda m, x: (setattr(SLOTTED, "count", 1), m.pair(x))[1]  # noqa: E731
+    with contextlib.suppress(CompileError):
+        tpplan.compile_plan(Keeps(how), PLAN, 2, torch.randn(2, 3, 8))  # pyright: ignore
+    assert not hasattr(SLOTTED, "count")
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -445,7 +519,7 @@ def test_a_count_is_followed_wherever_it_stands(place: str) -> None:
     with pytest.raises(CompileError, match=r"TP129 .*changes with each call"):
         tpplan.compile_plan(Keeps(steer), PLAN, 2, torch.randn(2, 3, 8))
     assert get() == 0
-    if place != "what a partial is given anew":  # nobody can put another number there
+    if place not in UNWATCHED:
         tpplan.compile_plan(Keeps(count), PLAN, 2, torch.randn(2, 3, 8))
     assert get() == 0
 

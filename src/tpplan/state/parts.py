@@ -18,6 +18,7 @@ import builtins
 import dis
 import enum
 import functools
+import gc
 import importlib.util
 import io
 import itertools
@@ -153,15 +154,12 @@ def parts(held: Any) -> Parts | None:
 
 
 def counted(held: Any) -> tuple[Any, ...]:
-    """Where an `itertools.count` stands, and its step; nothing is taken from it.
-
-    Raises:
-        UnseenError: it counts something else than numbers.
-    """
-    try:
-        state: Any = ast.literal_eval(repr(held).removeprefix("count"))
-    except ValueError:
-        raise UnseenError(f"a `{held!r}`, which can be read only once") from None
+    """Where an `itertools.count` stands, and its step; nothing is taken from it."""
+    apart = [item for item in gc.get_referents(held) if not isinstance(item, (type, dict))]
+    if len(apart) > 1:  # it counts something else than whole numbers
+        return (*apart,)
+    shown = itertools.count.__repr__(held)
+    state: Any = ast.literal_eval(shown[shown.index("(") :])
     return (*state,) if isinstance(state, tuple) else (state,)  # pyright: ignore
 
 
@@ -172,17 +170,28 @@ def _is_setting(name: str, held: object) -> bool:
 
 def has_attributes(held: object) -> bool:
     """Whether an object has a `__dict__` of its own: that of `list[int]` is its class's."""
-    return isinstance(getattr(held, "__dict__", None), dict)
+    return attributes_of(held) is not None
+
+
+def attributes_of(held: Any) -> dict[str, Any] | None:
+    """An object's `__dict__`, for which no method of its class is asked; None if it has none."""
+    try:
+        own: object = (threading.local if isinstance(held, threading.local) else object).__getattribute__(
+            held, "__dict__"
+        )
+    except AttributeError:
+        return None
+    return cast("dict[str, Any]", own) if isinstance(own, dict) else None
 
 
 def attributes(held: Any) -> list[tuple[str, Any]]:
     """What stands in an object's `__dict__` and slots, by name."""
-    found: list[tuple[str, Any]] = [*vars(held).items()] if has_attributes(held) and vars(held) is not held else []
+    own = attributes_of(held)
+    found: list[tuple[str, Any]] = [*own.items()] if own and own is not held else []
     kind = cast("type[Any]", type(held))
-    slots = slots_of(kind)
     if issubclass(kind, defaultdict):
-        found.append(("default_factory", held.default_factory))
-    return [*found, *((name, getattr(held, name)) for name in slots if hasattr(held, name))] if slots else found
+        found.append(("default_factory", FACTORY.__get__(held)))
+    return [*found, *((slot.name, slot.get(held)) for slot in slots_of(kind) if slot.is_set(held))]
 
 
 def _is_compilers(kind: type[Any], held: Any) -> bool:
@@ -191,16 +200,48 @@ def _is_compilers(kind: type[Any], held: Any) -> bool:
     return made.startswith(("torch._dynamo", "torch._inductor", "torch._functorch"))
 
 
+class MemberSlot(NamedTuple):
+    """One of a class's `__slots__`, whatever a class that derives from it has by the same name."""
+
+    name: str
+    place: Any
+
+    def get(self, held: object) -> Any:
+        """What an object has there."""
+        return self.place.__get__(held)
+
+    def is_set(self, held: object) -> bool:
+        """Whether it has something there."""
+        try:
+            return (self.place.__get__(held), True)[1]
+        except AttributeError:
+            return False
+
+    def put(self, held: object, value: object) -> None:
+        """Put something there."""
+        self.place.__set__(held, value)
+
+    def remove(self, held: object) -> None:
+        """Have nothing there."""
+        if self.is_set(held):
+            self.place.__delete__(held)
+
+
+FACTORY: Any = vars(defaultdict)["default_factory"]
+
+
 @functools.cache
-def slots_of(kind: type[Any]) -> tuple[str, ...]:
-    """The names in the `__slots__` of a class that is written in Python."""
-    found: list[str] = []
+def slots_of(kind: type[Any]) -> tuple[MemberSlot, ...]:
+    """The `__slots__` of a class that is written in Python."""
+    found: list[MemberSlot] = []
     for base in kind.__mro__:
         names: Any = vars(base).get("__slots__", ())
         private = f"_{base.__name__.lstrip('_')}"
-        found += [private + n if n.startswith("__") and not n.endswith("__") else n
-                  for n in ([names] if isinstance(names, str) else names)]  # fmt: skip
-    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+        for name in [names] if isinstance(names, str) else names:
+            own = private + name if name.startswith("__") and not name.endswith("__") else name
+            if isinstance(place := vars(base).get(own), MemberDescriptorType):
+                found.append(MemberSlot(own, place))
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=4096)

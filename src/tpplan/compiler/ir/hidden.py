@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
 from itertools import count, repeat
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +27,8 @@ from tpplan.compiler.ir.pytree import children
 from tpplan.state.parts import attributes, stored_as, stored_in
 
 _PLAIN = frozenset((int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
+VALUES = (Decimal, Fraction, numpy.generic)
+"""Numbers of other classes, which never change."""
 _SETS = frozenset((set, frozenset))
 _STORES = _SETS | {list, tuple, dict}
 _Trail = tuple["_Trail | None", Any]  # the step before, and a key in a tuple of its own, or a name or place
@@ -46,8 +52,22 @@ def is_plain(held: object) -> bool:
 
 
 def is_value(held: object) -> bool:
-    """Whether it's plain, or a tuple or a frozen set of such."""
-    return is_plain(held) or (type(held) in (tuple, frozenset) and all(map(is_value, cast("tuple[Any, ...]", held))))
+    """Whether it's plain or another number, or a tuple or a frozen set of such."""
+    if is_plain(held) or isinstance(held, VALUES):
+        return True
+    return type(held) in (tuple, frozenset) and all(map(is_value, cast("tuple[Any, ...]", held)))
+
+
+def key_name(key: Any, place: int | None = None) -> str:
+    """A key of a table, which a user's class isn't asked to show; of several alike, by the place."""
+    kind = cast("type[Any]", type(key))
+    if is_value(key) or kind is Tensor:
+        return repr(key)
+    if isinstance(key, Enum):
+        return f"{kind.__name__}.{vars(key)['_name_']}"
+    if isinstance(key, type):
+        return type.__repr__(key)
+    return f"a {kind.__name__}" + ("" if place is None else f", number {place + 1}")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -63,7 +83,9 @@ def members(held: object) -> Iterator[tuple[str, Any]]:
     stored = stored_as(cast("type[Any]", type(held)))
     if stored is not None:  # whatever its class makes of it
         keys, items = stored_in(held)
-        names = map(repr, keys) if keys is not None else repeat("") if stored in _SETS else map(str, count())
+        names = (
+            map(key_name, keys, count()) if keys is not None else repeat("") if stored in _SETS else map(str, count())
+        )
         yield from zip(names, items, strict=False)
     elif isinstance(held, FunctionType):
         yield from _closed_over(held)
@@ -73,7 +95,10 @@ def members(held: object) -> Iterator[tuple[str, Any]]:
     elif isinstance(held, functools.partial):
         yield from (("func", held.func), ("args", held.args), ("keywords", held.keywords))  # pyright: ignore
     else:
-        yield from ((str(key), item) for key, item in shown_items(held) or ())
+        yield from (
+            (key if isinstance(key, str) else key_name(key, i), item)
+            for i, (key, item) in enumerate(shown_items(held) or ())
+        )
 
 
 def shown_items(held: object) -> list[tuple[str | int, Any]] | None:
@@ -130,4 +155,14 @@ def _named(trail: _Trail | None) -> str:
     return name
 
 
-__all__ = ["hidden_tensors", "holds_only", "is_of_plain", "is_plain", "is_value", "members", "shown_items"]
+__all__ = [
+    "VALUES",
+    "hidden_tensors",
+    "holds_only",
+    "is_of_plain",
+    "is_plain",
+    "is_value",
+    "key_name",
+    "members",
+    "shown_items",
+]

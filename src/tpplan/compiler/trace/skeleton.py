@@ -202,7 +202,7 @@ def _memoise(waiting: list[Any], seen: set[int], memo: dict[int, Any]) -> list[F
                 memo[id(held)] = _to_meta(held)
             continue
         if isinstance(held, FunctionType) and (held.__closure__ or "<" in held.__qualname__):  # of no name elsewhere
-            memo[id(held)] = _without_closure(held)
+            memo[id(held)] = _without_closure(held, memo)
             functions.append(held)
         waiting.extend(inner for _, inner in members(held))
     return functions
@@ -229,9 +229,12 @@ def _fill_closures(functions: list[FunctionType], memo: dict[int, Any]) -> None:
                 continue
 
 
-def _without_closure(held: FunctionType) -> FunctionType:
-    """A copy of a function that is to be given what it closes over, its defaults and attributes."""
-    cells = tuple(CellType() for _ in held.__closure__ or ())
+def _without_closure(held: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    """A copy of a function that is to be given what it closes over, its defaults and attributes.
+
+    What several functions close over, their copies do as well.
+    """
+    cells = tuple(memo.setdefault(id(cell), CellType()) for cell in held.__closure__ or ())
     made = FunctionType(held.__code__, held.__globals__, held.__name__, None, cells)
     made.__qualname__, made.__module__ = held.__qualname__, held.__module__
     return made

@@ -29,11 +29,11 @@ from torch import Tensor, nn
 
 from tpplan.compat.hooks import hooks_of
 from tpplan.compat.modules import named_modules, own_buffers
-from tpplan.compiler.ir.hidden import holds_only, is_plain, is_value, members, shown_items
+from tpplan.compiler.ir.hidden import VALUES, holds_only, is_plain, is_value, key_name, members, shown_items
 from tpplan.compiler.trace.surroundings import Contents, Space, Surroundings, holds_the_same
 from tpplan.compiler.trace.watched_state import WatchedDeque, WatchedList, WatchedNumber
-from tpplan.state.parts import attributes, has_attributes, stored_as, stored_in
-from tpplan.state.parts import slots_of as slot_names
+from tpplan.state.parts import MemberSlot, attributes, attributes_of, has_attributes, stored_as, stored_in
+from tpplan.state.parts import slots_of as member_slots
 
 FEW = 1000  # items of a container that are told apart
 LENGTH = " (its length)"
@@ -199,7 +199,7 @@ class _Collector:
     ) -> None:
         """Note what `item`, which `holder` has at `key`, is or holds."""
         held = cast("Any", item)
-        if is_plain(held) or isinstance(held, _MOVING):
+        if is_plain(held) or isinstance(held, (*VALUES, *_MOVING)):
             self.found[name] = Slot(held, holder, key, setter, None, self.outside)
             return
         if id(held) in self.groups or isinstance(held, (nn.Module, type)):
@@ -222,7 +222,7 @@ class _Collector:
 
     def _keep(self, held: Any, kind: Any) -> None:
         """Keep what was looked into, if it may hold other objects later."""
-        names, has_dict, stored = slot_names(kind), has_attributes(held), stored_as(kind)
+        names, has_dict, stored = member_slots(kind), has_attributes(held), stored_as(kind)
         if stored not in (None, tuple, frozenset):
             self.containers.append(held)
         if issubclass(kind, defaultdict):
@@ -249,7 +249,7 @@ class _Collector:
             counted = held if type(held) in (list, deque) else None
             self.found[f"{name}{LENGTH}"] = at._replace(value=size, counted=counted)
         if keys is not None and size > 1:
-            order = _told(keys) if size > FEW else tuple(each if type(each) is str else repr(each) for each in keys)
+            order = _told(keys) if size > FEW else tuple(each if type(each) is str else key_name(each) for each in keys)
             self.found[f"{name}{ORDER}"] = Slot(order, outside=self.outside)
         if size > FEW:
             told = _told(items)
@@ -257,14 +257,14 @@ class _Collector:
             if holds_only(_PLAIN, items):
                 return
         put: Setter | None = getattr(stored, "__setitem__", None)
-        for key, inner in zip(range(size) if keys is None else keys, items, strict=True):
+        for place, (key, inner) in enumerate(zip(range(size) if keys is None else keys, items, strict=True)):
             if size > FEW and is_value(inner):
                 continue
             if unordered:  # a copy may have another order
                 value = is_value(inner)
                 self.collect(f"{name}{{{inner!r}}}" if value else name, repr(inner) if value else inner)
             else:
-                self.collect(f"{name}[{key!r}]", inner, held, key, put)
+                self.collect(f"{name}[{key_name(key, place)}]", inner, held, key, put)
 
     def _look_into(self, name: str, held: Any, kind: Any) -> None:
         if kind is FunctionType:
@@ -301,9 +301,12 @@ def _told(items: list[Any]) -> tuple[Any, ...]:
 
 def _put_attribute(holder: Any, name: str, value: object) -> None:
     """Put an attribute, whatever the class makes of that."""
-    own = getattr(holder, "__dict__", {})
-    if name in own:
+    own = attributes_of(holder)
+    slot = next((slot for slot in member_slots(cast("Any", type(holder))) if slot.name == name), None)
+    if own is not None and name in own:
         own[name] = value
+    elif slot is not None:
+        slot.put(holder, value)
     else:
         object.__setattr__(holder, name, value)
 
@@ -321,9 +324,9 @@ def _members(held: Any) -> list[Any]:
     return [part for name, inner in members(held) for part in (sys.intern(name), inner)]
 
 
-def _in_slots(held: Any, names: tuple[str, ...], has_dict: bool) -> list[Any]:
-    found = [getattr(held, name, _UNSET) for name in names]
-    return [*found, *vars(held), *vars(held).values()] if has_dict else found
+def _in_slots(held: Any, slots: tuple[MemberSlot, ...], has_dict: bool) -> list[Any]:
+    own = attributes_of(held) or {}
+    return [*(slot.get(held) if slot.is_set(held) else _UNSET for slot in slots), *own, *own.values()]
 
 
 __all__ = ["FEW", "ITEMS", "LENGTH", "ORDER", "AroundSlots", "Slot", "Slots", "hook_name", "slots_of"]

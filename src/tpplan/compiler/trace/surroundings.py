@@ -19,7 +19,7 @@ import random
 import sys
 import threading
 from array import array
-from collections import OrderedDict, defaultdict, deque
+from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -28,6 +28,7 @@ from itertools import chain, count, repeat
 from operator import is_
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +36,10 @@ from torch import Tensor, nn
 from tpplan.compat.generators import random_state, set_random_state
 from tpplan.compat.hooks import global_hooks, hooks_of
 from tpplan.compat.modules import named_modules
-from tpplan.compiler.ir.hidden import hidden_tensors, holds_only
+from tpplan.compiler.ir.hidden import VALUES, hidden_tensors, holds_only
 from tpplan.state.parts import (
-    UnseenError,
+    FACTORY,
+    attributes_of,
     counted,
     functions_in,
     is_library,
@@ -53,7 +55,10 @@ _CACHE: Any = type(functools.lru_cache(lambda: None))
 _OURS = ("torch", "tpplan", "builtins")
 _SCALARS = frozenset((bool, int, float, str, type(None)))
 CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict))
-_WRITTEN = (functools.partial, MethodType, SimpleNamespace, threading.local, ContextVar, count)
+_WRITTEN = (
+    *(functools.partial, MethodType, SimpleNamespace, threading.local, ContextVar, count),
+    *(UserDict, UserList, ChainMap, WeakKeyDictionary, WeakValueDictionary, WeakSet),
+)
 _PLAIN_ATTRIBUTES = frozenset((*_SCALARS, OrderedDict, torch.dtype, torch.device, Tensor))
 _STOCK = frozenset(vars(nn.Module()))
 _BARE = frozenset((tuple, list, deque, set, frozenset, dict))  # without attributes
@@ -162,7 +167,7 @@ class _Noted:
             if kind in _SCALARS or id(item) in self._seen or issubclass(kind, (type, nn.Module, ModuleType)):
                 continue
             self._seen.add(id(item))
-            stored, own = stored_as(kind), getattr(item, "__dict__", None)
+            stored, own = stored_as(kind), attributes_of(item)
             if isinstance(item, Tensor):
                 if not item.is_meta and item.numel() <= _LARGEST:
                     self._tensors.append((item, (item._version, item.detach().clone())))
@@ -173,10 +178,9 @@ class _Noted:
                     self._stores.append((item, keys, items))
                 waiting += () if holds_only(_SCALARS, items) else items
                 if issubclass(kind, defaultdict):
-                    self._undo.append(functools.partial(setattr, item, "default_factory", item.default_factory))
+                    self._undo.append(functools.partial(FACTORY.__set__, item, FACTORY.__get__(item)))
             elif kind is count:
-                with suppress(UnseenError):
-                    self._counts[id(item)] = item, counted(item), item
+                self._counts[id(item)] = item, counted(item), item
             else:
                 waiting += self._way_back(item, kind)
             if type(own) is dict and (self._is_written(kind) or (stored is not None and kind not in _BARE)):  # pyright: ignore
@@ -212,8 +216,10 @@ class _Noted:
                 if view.format in _NUMBERS and view.contiguous and not view.readonly:
                     self._undo.append(functools.partial(_put_numbers, held, copy.copy(held), view.nbytes))
         elif self._is_written(kind):
-            named = {name: getattr(held, name) for name in slots_of(kind) if hasattr(held, name)}
-            self._undo += [functools.partial(object.__setattr__, held, *item) for item in named.items()]
+            slots = slots_of(kind)
+            named = {slot: slot.get(held) for slot in slots if slot.is_set(held)}
+            self._undo += [functools.partial(slot.put, held, item) for slot, item in named.items()]
+            self._undo += [functools.partial(slot.remove, held) for slot in slots if slot not in named]
             return [*named.values()]
         return ()
 
@@ -226,7 +232,7 @@ class _Noted:
         return {name: held for name, held in names.items() if kinds[type(held)] and not name.startswith(inner)}
 
     def _may_be_written(self, kind: type) -> bool:
-        if kind in _SCALARS or kind is tuple or issubclass(kind, (Tensor, *CONTAINERS, *_WRITTEN)):
+        if kind in _SCALARS or issubclass(kind, (Tensor, tuple, *VALUES, *CONTAINERS, *_WRITTEN)):
             return True
         has_state = kind.__dictoffset__ != 0 or bool(slots_of(kind))  # pyright: ignore
         return kind.__module__ in self._files and has_state and not issubclass(kind, _CODE)
@@ -494,7 +500,7 @@ def _caches_of(spaces: Iterable[tuple[str, Space]]) -> Iterator[Cache]:
         for name, held in list(space.names().items()):
             yield from _caches(held)
             if isinstance(held, (list, tuple, dict)) and not name.startswith("__"):
-                for inner in list(dict.values(held) if isinstance(held, dict) else held)[:_MOST]:  # pyright: ignore
+                for inner in stored_in(held)[1][:_MOST]:
                     yield from _caches(inner)
             if isinstance(held, type) and held.__module__ == getattr(space.holder, "__name__", None):
                 for inner in list(vars(held).values()):
