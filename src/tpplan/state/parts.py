@@ -188,8 +188,9 @@ def attributes(held: Any) -> list[tuple[str, Any]]:
     """What stands in an object's `__dict__` and slots, by name."""
     own = attributes_of(held)
     found: list[tuple[str, Any]] = [*own.items()] if own and own is not held else []
-    slots = slots_of(cast("type[Any]", type(held)))
-    if isinstance(held, defaultdict):
+    kind = cast("type[Any]", type(held))
+    slots = slots_of(kind)
+    if issubclass(kind, defaultdict):
         found.append(("default_factory", FACTORY.__get__(held)))
     return [*found, *((slot.name, slot.get(held)) for slot in slots if slot.is_set(held))]
 
