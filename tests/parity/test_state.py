@@ -352,19 +352,6 @@ def test_a_count_may_be_returned() -> None:
     tpplan.compile_plan(Keeps(lambda m, x: (counts(m, x), {"step": m.calls})), PLAN, 2, torch.randn(2, 3, 8))  # pyright: ignore
 
 
-def test_a_model_that_calls_itself_is_refused_by_name() -> None:
-    def again(m: Any, x: Tensor) -> Tensor:
-        return m.pair(x) if x.shape[1] < 2 else m(x[:, 1:])
-
-    with pytest.raises(CompileError, match=r"calls the model itself(.|\n)*put it into a module that calls it"):
-        tpplan.compile_plan(Keeps(again), PLAN, 2, torch.randn(2, 3, 8))
-    tpplan.compile_plan(nn.Sequential(Keeps(again)), nested(PLAN), 2, torch.randn(2, 3, 8))
-
-
-def nested(plan: dict[str, Any]) -> dict[str, Any]:
-    return plan | {"modules": {f"0.{name}": style for name, style in plan["modules"].items()}}
-
-
 class Rows(list[int]):
     """A list with an attribute."""
 

@@ -380,11 +380,6 @@ def _record_call(
     recorder, boundary = state.recorder, state.boundary
     call = state.calls.get(name, 0)
     state.calls[name] = call + 1
-    if not name and call:
-        raise UnfollowedError(
-            "the model's forward calls the model itself, which would be another call of the sharded model",
-            "put it into a module that calls it, and `parallelize` that one: modules inside may call themselves",
-        )
     if state.arguments is not None:
         state.arguments[name, call] = (args, kwargs)
     for at, held in (*zip(names, args, strict=False), *kwargs.items()):
