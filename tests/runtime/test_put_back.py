@@ -19,6 +19,7 @@ import tpplan
 
 COUNT: contextvars.ContextVar[int] = contextvars.ContextVar("count", default=0)
 LOCAL = threading.local()
+BANK = torch.zeros(70_000)
 BYTES, NUMBERS, ARRAY = bytearray(1), np.zeros(2), array.array("i", [0])
 
 
@@ -130,11 +131,22 @@ class Counting(nn.Module):
         return self.down(self.up(x).relu())
 
 
+PLAN = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
+
+
+def counting(count: Callable[[], object]) -> nn.Module:
+    return type("Counting", (Counting,), {"count": staticmethod(count), "__module__": __name__})()
+
+
 @pytest.mark.parametrize("count", SEEN, ids=lambda count: count.__name__)
 def test_what_a_capture_changes_is_put_back(count: Callable[[], object]) -> None:
-    kind = type("Counting", (Counting,), {"count": staticmethod(count), "__module__": __name__})
     before = SEEN[count]()
-    tpplan.compile_plan(
-        kind(), {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}, 2, (torch.ones(2, 4, 8),)
-    )
+    tpplan.compile_plan(counting(count), PLAN, 2, (torch.ones(2, 4, 8),))
     assert SEEN[count]() == before
+
+
+@pytest.mark.parametrize("write", [lambda: BANK.add_(1), lambda: BANK.data[2:4].fill_(1)], ids=["whole", "part"])
+def test_what_is_too_large_to_be_put_back_is_not_written_to(write: Callable[[], object]) -> None:
+    with pytest.raises(tpplan.CompileError, match=r"TP110.*tensor of 70,000 numbers(.|\n)*`register_buffer`"):
+        tpplan.compile_plan(counting(write), PLAN, 2, torch.ones(2, 4, 8))
+    assert not BANK.any()

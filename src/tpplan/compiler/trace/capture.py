@@ -223,6 +223,7 @@ def _record(
         _wrap(module, name, state)
     for _, tensor in held_tensors(model):
         recorder.effects.outlives(tensor)
+    recorder.real.large = around.large
     remains = Remains(skeleton, around, recorder, state.leaves)
     called = argument_names(type(model).forward)
     example = with_tensors(arguments, keywords, called, _to_meta, fresh_object)

@@ -10,7 +10,7 @@ Some may only be followed: those that each call changes, and those that may pick
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ class RealTensors:
         picked: ids of those that may only pick, and of what is made of them.
         blurred: values whose numbers each call changes.
         steering: where their values are read.
+        large: those around the model that can't be put back after a run, by their memory.
     """
 
     def __init__(self, tape: RunTape, numbers: NumberObserver) -> None:
@@ -43,6 +44,7 @@ class RealTensors:
         self.picked: set[int] = set()
         self.blurred: set[int] = set()
         self.steering: list[Location | None] = []
+        self.large: Mapping[int, Tensor] = {}
         self._tape, self._numbers = tape, numbers
         self._copies: dict[int, Tensor] = {}
         self._redrawn: dict[int, Tensor] = {}  # memory that the run has written to, with a tensor of each
@@ -59,6 +61,15 @@ class RealTensors:
             for made in tensors_among(results_in(result)):
                 held.add(id(made))
                 self._tape.alive.append(made)
+
+    def refuse_writing(self, written: Iterable[Tensor]) -> None:
+        """Refuse to write to what can't be put back."""
+        for tensor in written:
+            if not tensor.is_meta and (held := self.large.get(storage_key(tensor))) is not None:
+                raise UnfollowedError(
+                    f"it writes to a tensor of {held.numel():,} numbers that is in a global, of which no copy is kept",
+                    "keep it in a buffer of a module (`register_buffer`), which is a part of the model's state",
+                )
 
     def on_meta(
         self, args: tuple[Any, ...], keywords: dict[str, Any]

@@ -169,6 +169,8 @@ class Recorder(RunTape):
                     keywords = {**keywords, "device": META}
             elif operands or not _is_meta_device(keywords.get("device")):
                 if not operands or not _is_meta_device(keywords.get("device")):
+                    if self.real.large:
+                        self.real.refuse_writing(_written_by(func, args, keywords))
                     result = func(*args, **keywords)  # real constants stay real: the model may read their values
                     if self.real.changing or self.real.picked:
                         self.real.follow(func, operands, result, self.indexing is not None)

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from tpplan.compat.generators import random_state, set_random_state
 from tpplan.compat.hooks import global_hooks, hooks_of
 from tpplan.compat.modules import named_modules
+from tpplan.compat.tensors import storage_key
 from tpplan.compiler.ir.hidden import VALUES, hidden_tensors, holds_only
 from tpplan.state.parts import (
     FACTORY,
@@ -141,6 +142,7 @@ class _Noted:
         self._undo: list[Callable[[], object]] = []
         self._counts: dict[int, tuple[Any, tuple[Any, ...], Any]] = {}
         self._tensors: list[tuple[Tensor, tuple[int, Tensor]]] = []
+        self.large: dict[int, Tensor] = {}  # by their memory: too large to be kept, so nothing may write to them
         for _, values in self._bound:
             for held in values.values():
                 self._note(held)
@@ -171,6 +173,8 @@ class _Noted:
             if isinstance(item, Tensor):
                 if not item.is_meta and item.numel() <= _LARGEST:
                     self._tensors.append((item, (item._version, item.detach().clone())))
+                elif not item.is_meta and type(item) in (Tensor, nn.Parameter) and item.layout is torch.strided:
+                    self.large[storage_key(item)] = item
                 continue
             if stored is not None:
                 keys, items = stored_in(item)
@@ -297,7 +301,7 @@ class Surroundings:
         self._model = model
         self._noted = _looked_through(_own_kinds({type(module) for _, module in named_modules(model)}), model)
         self.spaces, self.files, self.values = self._noted.spaces, self._noted.files, self._noted.values
-        self.functions = self._noted.own_functions
+        self.functions, self.large = self._noted.own_functions, self._noted.large
         self.remembered = self._noted.remembered  # of what was looked through once, by who has
         self.caches = {id(cache): cache for cache in (*self._noted.caches, *_caches_in(model))}
         self._entries = {key: cache.cache_info() for key, cache in self.caches.items()}
