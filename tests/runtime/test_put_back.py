@@ -150,3 +150,16 @@ def test_what_is_too_large_to_be_put_back_is_not_written_to(write: Callable[[], 
     with pytest.raises(tpplan.CompileError, match=r"TP110.*tensor of 70,000 numbers(.|\n)*`register_buffer`"):
         tpplan.compile_plan(counting(write), PLAN, 2, torch.ones(2, 4, 8))
     assert not BANK.any()
+
+
+with torch.inference_mode():
+    TABLE = torch.ones(8)
+
+
+@pytest.mark.parametrize("read", [lambda: None, lambda: TABLE.sum()], ids=["beside", "read"])
+def test_what_was_made_in_inference_mode_may_lie_around_a_model(read: Callable[[], object]) -> None:
+    with torch.inference_mode():
+        model = counting(read)
+        model.register_buffer("table", torch.ones(8))
+    assert tpplan.compile_plan(model, PLAN, 2, torch.ones(2, 4, 8)).count_collectives() == {"all-reduce": 1}
+    assert tpplan.verify(model, PLAN, 2, torch.ones(2, 4, 8)).ok

@@ -455,7 +455,7 @@ class CallGuard:
         """See `Prover`."""
         return () if self._changes is None else self._changes.forwards
 
-    def buffer_versions(self) -> list[int]:
+    def buffer_versions(self) -> list[object]:
         """How often each buffer of the model was written to."""
         return [] if self._model is None else buffer_versions(self._model)
 

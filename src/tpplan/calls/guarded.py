@@ -63,7 +63,7 @@ class Prover(Protocol):
         """The modules inside of which a `forward` was set since the model was sharded."""
         ...
 
-    def buffer_versions(self) -> list[int]:
+    def buffer_versions(self) -> list[object]:
         """How often each buffer of the model was written to."""
         ...
 
@@ -103,7 +103,7 @@ class GuardedCall:
         self._decision = decision
         self._passed = passed
         self._replaced = replaced
-        self._versions: list[int] = []
+        self._versions: list[object] = []
         self._generators: list[Callable[[], object]] = []
 
     def run(self, forward: Callable[[], Any]) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tpplan.compat.tensors import version_of
 from tpplan.compat.trees import is_registered_container
 from tpplan.compiler.ir.objects import PLAIN, SHARED
 from tpplan.compiler.ir.pytree import children, shows_its_state
@@ -46,7 +47,7 @@ class Passed:
                 self._held.append((held, items))
                 waiting += [item for _, item in items]
             elif isinstance(held, Tensor):
-                self._tensors.append((held, None if held.is_inference() else held._version))
+                self._tensors.append((held, version_of(held)))
             else:
                 self._known = False  # whatever it keeps
         # Nobody can tell later whether these were written to. What objects hold may be a large cache.

@@ -15,6 +15,8 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.prune import BasePruningMethod
 
+from tpplan.compat.tensors import version_of
+
 
 def named_modules(model: nn.Module, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
     """As `model.named_modules`, whose types torch leaves open, in time that doesn't grow with the depth.
@@ -109,12 +111,12 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 
 def kept_buffers(module: nn.Module) -> Callable[[], None]:
     """How to put the buffers of a module and of those inside back to what they hold. For every torch."""
-    kept = [(buffer, buffer._version, buffer.detach().clone()) for buffer in module.buffers()]
+    kept = [(buffer, version_of(buffer), buffer.detach().clone()) for buffer in module.buffers()]
 
     def restore() -> None:
-        with torch.no_grad():
-            for buffer, version, numbers in kept:
-                if buffer._version != version:
+        for buffer, version, numbers in kept:
+            if version is None or buffer._version != version:
+                with torch.inference_mode(version is None), torch.no_grad():
                     buffer.copy_(numbers)
 
     return restore

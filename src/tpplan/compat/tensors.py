@@ -33,9 +33,15 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.itemsize == 1 and tensor.dtype.is_floating_point else tensor
 
 
-def buffer_versions(module: nn.Module) -> list[int]:
-    """How often each buffer of a module and of those inside was written to. For every torch."""
-    return [buffer._version for buffer in module.buffers()]
+def version_of(tensor: Tensor) -> int | None:
+    """How often a tensor was written to; None of one that was made in inference mode. For every torch."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def buffer_versions(module: nn.Module) -> list[object]:
+    """How often each buffer of a module and of those inside was written to, as far as is known. For every torch."""
+    versions = map(version_of, module.buffers())
+    return [object() if version is None else version for version in versions]
 
 
 def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> Sequence[Tensor]:

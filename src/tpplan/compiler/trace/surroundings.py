@@ -171,6 +171,8 @@ class _Noted:
             self._seen.add(id(item))
             stored, own = stored_as(kind), attributes_of(item)
             if isinstance(item, Tensor):
+                if item.is_inference():  # no run may write to it
+                    continue
                 if not item.is_meta and item.numel() <= _LARGEST:
                     self._tensors.append((item, (item._version, item.detach().clone())))
                 elif not item.is_meta and type(item) in (Tensor, nn.Parameter) and item.layout is torch.strided:
