@@ -23,7 +23,6 @@ from tpplan.compat.autograd import saving_hook
 from tpplan.compat.dynamo import is_traced
 from tpplan.compat.modules import own_parameters
 from tpplan.compat.subclasses import without_tensor_classes
-from tpplan.compat.tensors import version_of
 from tpplan.compiler.ir.program import KernelUse, dtype_name
 from tpplan.kernels.kinds import KINDS
 from tpplan.plan import KernelKind
@@ -131,7 +130,8 @@ def _saving() -> tuple[bool, object]:
 
 def _state(tensor: Tensor) -> tuple[int | None, bool]:
     device = tensor.device.type
-    return version_of(tensor), device != "meta" and torch.is_autocast_enabled(device)
+    version = None if tensor.is_inference() else tensor._version
+    return version, device != "meta" and torch.is_autocast_enabled(device)
 
 
 __all__ = ["ADDITIONS", "ResidualNorm", "residual_norms"]

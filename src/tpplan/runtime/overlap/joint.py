@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 from tpplan.compat.autograd import native_apply
 from tpplan.compat.modes import without_function_modes
 from tpplan.compat.modules import own_parameters
-from tpplan.compat.tensors import version_of
 from tpplan.compiler.ir.layout import Collective
 from tpplan.plan import OverlapUnit
 from tpplan.runtime.bodies.layer_bodies import product
@@ -101,7 +100,7 @@ class Joint:
         if tensor.dim() < 2 or tensor.is_complex() or not runs_as_written():
             return step(tensor)
         parameters: list[object] = []
-        flat: list[Any] = []
+        flat: list[Tensor | None] = []
         for member in self.members:
             held = member.read()
             if held is None or held[1].dtype is not tensor.dtype:
@@ -111,9 +110,9 @@ class Joint:
         apply = _apply_joint if records else _JointProducts.compute
         with without_function_modes():
             whole, *products = apply(self, hides, tensor, *flat)
-            read, products_of = version_of(whole), self.handed_out.made
+            read, products_of = _version(whole), self.handed_out.made
             for member, parameter, weight, made in zip(self.members, parameters, flat[::2], products, strict=True):
-                products_of[member.module] = (whole, read, parameter, version_of(weight), made)
+                products_of[member.module] = (whole, read, parameter, _version(weight), made)
         return whole
 
     def product_of(self, module: nn.Module, input: Tensor, weight: Tensor | None) -> Tensor | None:
@@ -125,12 +124,17 @@ class Joint:
         if own_parameters(module)["weight"] is not parameter:
             return None
         with without_function_modes():
-            return made if version_of(whole) == read and version_of(weight) == written else None
+            return made if _version(whole) == read and _version(weight) == written else None
 
     def _hides(self, tensor: Tensor) -> bool:
         """Whether a call's input has enough rows."""
         rows = tensor.numel() // max(tensor.shape[-1], 1) * (1 if self.dim is None else self.axis.size)
         return bool(self.units) and rows >= max(self.least, 1)
+
+
+def _version(tensor: Any) -> int:
+    """How often a tensor was written to; of those that are made for inference nobody knows."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 class _JointProducts(torch.autograd.Function):

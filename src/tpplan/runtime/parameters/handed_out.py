@@ -211,7 +211,7 @@ class HandedOut:
         self.context = CallContext() if context is None else context
         self.shards: dict[int, Tensor] | None = None
         self.runs_in = (0, -1)
-        self.made: dict[nn.Module, tuple[Tensor, int | None, object, int | None, Tensor]] = {}
+        self.made: dict[nn.Module, tuple[Tensor, int, object, int, Tensor]] = {}
         self.calls = RecentCalls()
         self.alone: Callable[[], None] | None = None
         self.again: Callable[[Ran, bool], None] | None = None
