@@ -140,7 +140,10 @@ def parts(held: Any) -> Parts | None:
         return class_parts(held)
     known = next((taken for base, taken in _KNOWN.items() if isinstance(held, base)), None)
     if known is not None:
-        return [*known(held), *(attributes(held) if not isinstance(held, logging.Logger) else ())]
+        own = attributes(held) if not isinstance(held, logging.Logger) else []
+        if isinstance(held, FunctionType):  # at its first call torch notes on it what its compiler made
+            own = [(name, item) for name, item in own if not _is_compilers(cast("Any", type(item)), item)]
+        return [*known(held), *own]
     if isinstance(held, enum.Enum):
         return [(name, item) for name, item in attributes(held) if name != "__objclass__"]
     if isinstance(held, nn.Module):
