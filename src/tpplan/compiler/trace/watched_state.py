@@ -1,7 +1,7 @@
 """Watched state: numbers and lists that each call changes, which tell when they are read.
 
 in:  a number, a list or a deque
-out: what stands in its place: arithmetic gives another such number, writing and text are silent, all else calls `note`
+out: what stands in its place: arithmetic gives another such number, writing is silent, all else calls `note`
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class WatchedNumber:
-    """A number that each call changes. Arithmetic with numbers gives another one, and text is silent; else it tells."""
+    """A number that each call changes. Arithmetic with numbers gives another one; all else is told of."""
 
     __slots__ = ("name", "note", "number")
     __hash__ = None  # pyright: ignore
@@ -21,15 +21,6 @@ class WatchedNumber:
     def __init__(self, number: Any, name: str, note: Callable[[str], None]) -> None:
         """Stand for `number`."""
         self.number, self.name, self.note = number, name, note
-
-    def __str__(self) -> str:
-        return str(self.number)
-
-    def __repr__(self) -> str:
-        return repr(self.number)
-
-    def __format__(self, form: str) -> str:
-        return format(self.number, form)
 
     def read(self) -> Any:
         """Tell that the number is read, and return it."""
@@ -72,6 +63,9 @@ for _read in (
     "le",
     "gt",
     "ge",
+    "str",
+    "repr",
+    "format",
     "neg",
     "abs",
 ):
