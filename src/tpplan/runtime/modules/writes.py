@@ -15,7 +15,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -104,35 +104,15 @@ class Writes:
             together.append((module, name))
             self.cut[module, name] = together
 
-    def refuse_class(self, module: nn.Module, name: str, kind: str) -> None:
-        """Refuse a weight of a class of its own, before it is set: the model is as it was.
+    def refuse(self, module: nn.Module, name: str, what: str, way_out: str) -> NoReturn:
+        """Refuse what is to be set as `name` of a module, before it is: the model is as it was.
 
         Raises:
             StateError: with a TP130.
         """
         owner = self.outside(module).name if self.outside is not None else ""
-        raise StateError.of(
-            "TP130",
-            f"`{f'{owner}.{name}'.lstrip('.')}` was to be replaced by a `{kind}` after `parallelize`: what was proved "
-            "is the product of plain numbers, and the class has a product of its own",
-            help="quantise the stock model, before `parallelize`, which then cuts what the class keeps",
-            notes=("nothing was replaced: the model runs as before",),
-        )
-
-    def refuse_numbers(self, module: nn.Module, name: str) -> None:
-        """Refuse numbers for a tensor that a parametrization computes, which don't fit it.
-
-        Raises:
-            StateError: with a TP130.
-        """
-        owner = self.outside(module).name if self.outside is not None else ""
-        raise StateError.of(
-            "TP130",
-            f"`{f'{owner}.{name}'.lstrip('.')}` was assigned numbers of another shape or dtype than those that its "
-            "parametrization computes it of",
-            help="assign a whole tensor of the same shape and dtype",
-            notes=("nothing was replaced: the model runs as before",),
-        )
+        notes = ("nothing was replaced: the model runs as before",)
+        raise StateError.of("TP130", f"`{f'{owner}.{name}'.lstrip('.')}` {what}", help=way_out, notes=notes)
 
     def note(self, module: nn.Module, name: str) -> None:
         """Remember that `name` was set in, added to or deleted from `module`."""
@@ -245,7 +225,8 @@ def _assigned(module: nn.Module, name: str, value: Tensor) -> bool:
         parts: list[Tensor] = [made] if isinstance(made, Tensor) else [*made]
         forms = [(held.shape, held.dtype) for held in originals]
         if [(held.shape, held.dtype) for held in parts] != forms:
-            writes.refuse_numbers(module, name)
+            what = "was assigned numbers of another shape or dtype than those that its parametrization computes it of"
+            writes.refuse(module, name, what, "assign a whole tensor of the same shape and dtype")
         for original, held in zip(originals, parts, strict=True):
             original.copy_(held)
     return True
@@ -255,7 +236,12 @@ def _own_parameter(module: nn.Module, name: str, value: nn.Parameter) -> nn.Para
     """What is to be a module's parameter `name`, of what torch's data parallelism sets."""
     writes: Writes | None = module.__dict__.get(WRITES)
     if writes is not None and takes_apart(value):
-        writes.refuse_class(module, name, type(value).__name__)
+        what = (
+            f"was to be replaced by a `{type(value).__name__}` after `parallelize`: what was proved is the product of "
+            "plain numbers, and the class has a product of its own"
+        )
+        way_out = "quantise the stock model, before `parallelize`, which then cuts what the class keeps"
+        writes.refuse(module, name, what, way_out)
     before, value = own_parameters(module).get(name), ShardedTensor.adopted(value)  # FSDP makes plain DTensors
     if isinstance(value, DTensor) and isinstance(before, DTensor) and before is not value:
         name_alike(value, before)
