@@ -562,7 +562,7 @@ class CallGuard:
             raise UnprovedCallError.of(
                 "TP117",
                 f"an argument of this call is or holds {error}, so that nobody can tell it from another",
-                help="pass numbers, texts, tensors, containers of these, or plain objects",
+                help=error.way_out or "pass numbers, texts, tensors, containers of these, or plain objects",
             ) from None
 
     def _answers(self, call: DecidedCall) -> Iterator[object]:

@@ -28,6 +28,7 @@ from tpplan.compiler.cover import LEAST_LENGTH
 from tpplan.compiler.ir.objects import is_opaque
 from tpplan.compiler.ir.pytree import children, has_own_state, is_record, shows_its_state
 from tpplan.compiler.trace.signatures import argument_names
+from tpplan.compiler.trace.unfollowed import unlike_dense
 from tpplan.state.content import DEEPEST, Identity, Reader, leaf, plain
 from tpplan.state.parts import PLAIN, Bytes, UnseenError, class_data, parts
 
@@ -157,7 +158,10 @@ class _SeenKey:
             try:
                 self.sizes.append(held.shape)
             except RuntimeError:
-                raise UnseenError("a nested tensor, whose items have sizes of their own") from None
+                unlike = unlike_dense(held)
+                if unlike is None:
+                    raise
+                raise UnseenError(*unlike) from None
             self.tensors.append(id(held))
             found: Part = (held.dtype, held.layout, held.dim(), self._recorded and held.requires_grad)
             if held.__dict__:  # what its owner has noted on it

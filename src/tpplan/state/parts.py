@@ -93,7 +93,16 @@ _ENVIRONMENT = frozenset(("environ", "getenv"))
 
 
 class UnseenError(Exception):
-    """Something can neither be compared nor counted; the argument says what it is."""
+    """Something can neither be compared nor counted.
+
+    Attributes:
+        way_out: what to do instead; "" where nothing better is known than to leave it out.
+    """
+
+    def __init__(self, what: str, way_out: str = "") -> None:
+        """Say what it is."""
+        super().__init__(what)
+        self.way_out = way_out
 
 
 class Item(NamedTuple):
