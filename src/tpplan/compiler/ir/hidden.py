@@ -11,11 +11,11 @@ Nothing can be put in their place, as nobody knows how such an object is made.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
-from itertools import count, repeat
+from itertools import chain, count, repeat
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
@@ -38,6 +38,15 @@ _CLOSED = (type, ModuleType, nn.Module, torch.Generator)
 def holds_only(kinds: frozenset[type], held: Any) -> bool:
     """Whether all that a container stores is of these types, found in C: a library's tables have thousands of texts."""
     return kinds.issuperset(map(type, held.values() if isinstance(held, dict) else held))  # pyright: ignore
+
+
+def holds_values(items: Sequence[Any]) -> bool:
+    """Whether all items are plain, or tuples of what is, found in C: a dataset has millions of such rows."""
+    kinds = set(map(type, items))
+    if kinds - _PLAIN != {tuple}:
+        return kinds <= _PLAIN
+    rows: Any = items if len(kinds) == 1 else [row for row in items if type(row) is tuple]
+    return _PLAIN.issuperset(map(type, chain.from_iterable(rows)))
 
 
 def is_of_plain(held: object) -> bool:
@@ -159,6 +168,7 @@ __all__ = [
     "VALUES",
     "hidden_tensors",
     "holds_only",
+    "holds_values",
     "is_of_plain",
     "is_plain",
     "is_value",

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from tpplan.compat.hooks import hooks_of
 from tpplan.compat.modules import named_modules, own_buffers
-from tpplan.compiler.ir.hidden import VALUES, holds_only, is_plain, is_value, key_name, members, shown_items
+from tpplan.compiler.ir.hidden import VALUES, holds_values, is_plain, is_value, key_name, members, shown_items
 from tpplan.compiler.trace.surroundings import Contents, Space, Surroundings, holds_the_same
 from tpplan.compiler.trace.watched_state import WatchedDeque, WatchedList, WatchedNumber
 from tpplan.state.parts import MemberSlot, attributes, attributes_of, has_attributes, stored_as, stored_in
@@ -39,7 +39,6 @@ FEW = 1000  # items of a container that are told apart
 LENGTH = " (its length)"
 ORDER = " (its order)"
 ITEMS = " (its items)"
-_PLAIN = frozenset((bool, int, float, str, type(None)))
 _MOVING = (Tensor, WatchedNumber, count)
 _UNSET = object()
 _STOCK = frozenset(vars(nn.Module())) | {"forward"}
@@ -254,7 +253,7 @@ class _Collector:
         if size > FEW:
             told = _told(items)
             self.found[f"{name}{ITEMS}"] = Slot(frozenset(told) if unordered else told, held, outside=self.outside)
-            if holds_only(_PLAIN, items):
+            if holds_values(items):
                 return
         put: Setter | None = getattr(stored, "__setitem__", None)
         for place, (key, inner) in enumerate(zip(range(size) if keys is None else keys, items, strict=True)):
@@ -296,7 +295,7 @@ class _Collector:
 
 def _told(items: list[Any]) -> tuple[Any, ...]:
     """Of many items what they are, or of which classes."""
-    return tuple(items if holds_only(_PLAIN, items) else [each if is_value(each) else type(each) for each in items])
+    return tuple(items if holds_values(items) else [each if is_value(each) else type(each) for each in items])
 
 
 def _put_attribute(holder: Any, name: str, value: object) -> None:
