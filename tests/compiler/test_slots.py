@@ -68,6 +68,7 @@ TENSORS: dict[str, Tensor] = {}
 NUMBER = 0
 LARGE, MANY, PAIRS = dict.fromkeys(range(2000), 0), set(range(2000)), {(1, 2)}
 RECORDS: list[Any] = [None, *(("row", n) for n in range(2000))]
+ROWS: list[Any] = [{"text": "a", "n": n, "ids": [n, (n,)]} for n in range(2000)]
 PARTIAL, WITH_DEFAULT = functools.partial(dict, a=0), defaultdict[str, int](functools.partial(int, 0))
 
 
@@ -142,6 +143,10 @@ CHANGES: dict[str, tuple[Callable[[], object], str]] = {
     "an item of a large table": (lambda: LARGE.update({1500: LARGE[1500] + 1}), f"LARGE{ITEMS}"),
     "a key of a large table": (lambda: LARGE.update({-1: LARGE.pop(1500)}), f"LARGE{ORDER}"),
     "a row of a long list": (lambda: RECORDS.__setitem__(1500, ("row", -1)), f"RECORDS{ITEMS}"),
+    "what a row of many holds": (lambda: ROWS[1500].update(n=-1), f"ROWS{ITEMS}"),
+    "what is deep in a row": (lambda: ROWS[1500]["ids"].append(1), f"ROWS{ITEMS}"),
+    "rows that change places": (lambda: ROWS.append(ROWS.pop(1500)), f"ROWS{ITEMS}"),
+    "a row that is another's": (lambda: ROWS.__setitem__(1500, ROWS[1]), f"ROWS{ITEMS}"),
     "an item of a large set": (lambda: (MANY.remove(1500), MANY.add(-1)), f"MANY{ITEMS}"),
     "a pair in a set": (lambda: (PAIRS.remove((1, 2)), PAIRS.add((1, 3))), "PAIRS{(1, 3)}"),
     "what a partial is passed": (lambda: PARTIAL.keywords.update(a=1), "PARTIAL.keywords['a']"),

@@ -11,7 +11,7 @@ Nothing can be put in their place, as nobody knows how such an object is made.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
@@ -30,7 +30,8 @@ _PLAIN = frozenset((int, float, bool, complex, str, bytes, type(None), torch.dty
 VALUES = (Decimal, Fraction, numpy.generic)
 """Numbers of other classes, which never change."""
 _SETS = frozenset((set, frozenset))
-_STORES = _SETS | {list, tuple, dict}
+_ROWS = frozenset((list, tuple, dict))
+_STORES = _SETS | _ROWS
 _Trail = tuple["_Trail | None", Any]  # the step before, and a key in a tuple of its own, or a name or place
 _CLOSED = (type, ModuleType, nn.Module, torch.Generator)
 
@@ -40,13 +41,28 @@ def holds_only(kinds: frozenset[type], held: Any) -> bool:
     return kinds.issuperset(map(type, held.values() if isinstance(held, dict) else held))  # pyright: ignore
 
 
-def holds_values(items: Sequence[Any]) -> bool:
-    """Whether all items are plain, or tuples of what is, found in C: a dataset has millions of such rows."""
-    kinds = set(map(type, items))
-    if kinds - _PLAIN != {tuple}:
-        return kinds <= _PLAIN
-    rows: Any = items if len(kinds) == 1 else [row for row in items if type(row) is tuple]
-    return _PLAIN.issuperset(map(type, chain.from_iterable(rows)))
+def rows_in(items: Sequence[Any]) -> list[Any] | None:
+    """The containers among items, and in these in turn, found in C; None if they hold what isn't plain.
+
+    A dataset has millions of such rows, as `{"text": "a", "tokens": [3, 5]}`.
+    """
+    found: dict[int, Any] = {}
+    while kinds := set(map(type, items)) - _PLAIN:
+        if not kinds <= _ROWS:
+            return None
+        rows = {id(row): row for row in items if type(row) in _ROWS and id(row) not in found}
+        found |= rows
+        tables, lists = by_kind(rows.values())
+        items = [*chain.from_iterable(map(dict[Any, Any].values, tables)), *chain.from_iterable(lists)]
+    return [*found.values()]
+
+
+def by_kind(rows: Iterable[Any]) -> tuple[list[dict[Any, Any]], list[Any]]:
+    """The dicts, and the lists and tuples."""
+    found: tuple[list[Any], list[Any]] = [], []
+    for row in rows:
+        found[type(row) is not dict].append(row)
+    return found
 
 
 def is_of_plain(held: object) -> bool:
@@ -166,13 +182,14 @@ def _named(trail: _Trail | None) -> str:
 
 __all__ = [
     "VALUES",
+    "by_kind",
     "hidden_tensors",
     "holds_only",
-    "holds_values",
     "is_of_plain",
     "is_plain",
     "is_value",
     "key_name",
     "members",
+    "rows_in",
     "shown_items",
 ]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat.dtensors import local_of
+from tpplan.compiler.ir.hidden import rows_in
 from tpplan.compiler.trace.slots import FEW, ITEMS, LENGTH, Slots, slots_of
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.compiler.trace.watched_state import WatchedCount, WatchedDeque, WatchedList, WatchedNumber
@@ -102,12 +103,18 @@ def _watched(stored: list[Any] | deque[Any], note: Callable[[], None]) -> Watche
 
 
 def _watch_items(held: Any, name: str, note: Callable[[str], None]) -> bool:
-    """Put watched numbers in the place of a container's; whether all that it stores are numbers."""
-    keys, items = stored_in(held)
-    if isinstance(held, (set, frozenset, tuple)) or not {int, float}.issuperset(map(type, items)):
+    """Put watched numbers in the place of a container's, and of its rows'; whether all that they store are numbers."""
+    rows = rows_in(stored_in(held)[1])
+    if rows is None:
         return False
-    for key, item in zip(keys or range(len(items)), items, strict=True):
-        stored_as(cast("Any", type(held))).__setitem__(held, key, WatchedNumber(item, f"{name}[{key!r}]", note))
+    inner = frozenset(map(type, rows))
+    for each in (held, *rows):
+        keys, items = stored_in(each)
+        if isinstance(each, (set, frozenset, tuple)) or not {int, float, *inner}.issuperset(map(type, items)):
+            return False
+        for key, item in zip(keys or range(len(items)), items, strict=True):
+            if type(item) not in inner:
+                stored_as(cast("Any", type(each))).__setitem__(each, key, WatchedNumber(item, f"{name}[{key!r}]", note))
     return True
 
 

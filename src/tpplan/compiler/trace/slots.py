@@ -20,7 +20,7 @@ import sys
 from collections import ChainMap, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
-from itertools import count
+from itertools import chain, count
 from operator import is_
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple, cast
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from tpplan.compat.hooks import hooks_of
 from tpplan.compat.modules import named_modules, own_buffers
-from tpplan.compiler.ir.hidden import VALUES, holds_values, is_plain, is_value, key_name, members, shown_items
+from tpplan.compiler.ir.hidden import VALUES, by_kind, is_plain, is_value, key_name, members, rows_in, shown_items
 from tpplan.compiler.trace.surroundings import Contents, Space, Surroundings, holds_the_same
 from tpplan.compiler.trace.watched_state import WatchedDeque, WatchedList, WatchedNumber
 from tpplan.state.parts import MemberSlot, attributes, attributes_of, has_attributes, stored_as, stored_in
@@ -251,9 +251,10 @@ class _Collector:
             order = _told(keys) if size > FEW else tuple(each if type(each) is str else key_name(each) for each in keys)
             self.found[f"{name}{ORDER}"] = Slot(order, outside=self.outside)
         if size > FEW:
-            told = _told(items)
+            told, rows = _told(items), rows_in(items)
             self.found[f"{name}{ITEMS}"] = Slot(frozenset(told) if unordered else told, held, outside=self.outside)
-            if holds_values(items):
+            if rows is not None:
+                self.containers += [row for row in rows if self._keeps and type(row) is not tuple]
                 return
         put: Setter | None = getattr(stored, "__setitem__", None)
         for place, (key, inner) in enumerate(zip(range(size) if keys is None else keys, items, strict=True)):
@@ -294,8 +295,15 @@ class _Collector:
 
 
 def _told(items: list[Any]) -> tuple[Any, ...]:
-    """Of many items what they are, or of which classes."""
-    return tuple(items if holds_values(items) else [each if is_value(each) else type(each) for each in items])
+    """Of many items what they are, or of which classes; with what rows of plain items hold."""
+    rows = rows_in(items)
+    if rows is None:
+        return tuple([each if is_value(each) else type(each) for each in items])
+    tables, lists = by_kind(rows)
+    leaves = [*items, *chain.from_iterable(map(dict[Any, Any].values, tables)), *chain.from_iterable(lists)]
+    named = {kind: kind for kind in map(type, rows)}
+    told = map(named.get, map(type, leaves), leaves)
+    return (*map(len, rows), *chain.from_iterable(tables), *told) if rows else tuple(items)
 
 
 def _put_attribute(holder: Any, name: str, value: object) -> None:

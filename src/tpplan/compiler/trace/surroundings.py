@@ -37,7 +37,7 @@ from tpplan.compat.generators import random_state, set_random_state
 from tpplan.compat.hooks import global_hooks, hooks_of
 from tpplan.compat.modules import named_modules
 from tpplan.compat.tensors import storage_key
-from tpplan.compiler.ir.hidden import VALUES, hidden_tensors, holds_values
+from tpplan.compiler.ir.hidden import VALUES, hidden_tensors, rows_in
 from tpplan.state.parts import (
     FACTORY,
     attributes_of,
@@ -182,7 +182,10 @@ class _Noted:
                 keys, items = stored_in(item)
                 if stored not in (tuple, frozenset):
                     self._stores.append((item, keys, items))
-                waiting += () if holds_values(items) else items
+                rows = rows_in(items)
+                waiting += items if rows is None else ()
+                self._seen.update(map(id, rows or ()))
+                self._stores += [(row, *stored_in(row)) for row in rows or () if type(row) is not tuple]
                 if issubclass(kind, defaultdict):
                     self._undo.append(functools.partial(FACTORY.__set__, item, FACTORY.__get__(item)))
             elif kind is count:
