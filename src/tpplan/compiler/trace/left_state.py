@@ -83,10 +83,8 @@ def told(slots: Slots) -> State:
 def _state(slots: Slots, tell: Callable[[Any], object], cached: bool = True) -> State:
     """What is told of each place; of those around models that hold the same still, it is what was told before."""
     own, around = slots.own, slots.around
-    if tell not in around.told:
-        around.told[tell] = {name: tell(slot.value) for name, slot in around.items() if name not in around.moving}
     moved = (around.moving, own if cached else {name: slot for name, slot in own.items() if not slot.cached})
-    return ChainMap({name: tell(slot.value) for held in moved for name, slot in held.items()}, around.told[tell])
+    return ChainMap({name: tell(slot.value) for held in moved for name, slot in held.items()}, around.told(tell))
 
 
 def _told(held: Any) -> object:

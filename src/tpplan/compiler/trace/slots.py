@@ -18,9 +18,9 @@ import functools
 import operator
 import sys
 from collections import ChainMap, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from itertools import chain, count
+from itertools import chain, count, repeat
 from operator import is_
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple, cast
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from tpplan.compat.hooks import hooks_of
 from tpplan.compat.modules import named_modules, own_buffers
 from tpplan.compiler.ir.hidden import VALUES, by_kind, is_plain, is_value, key_name, members, rows_in, shown_items
-from tpplan.compiler.trace.surroundings import Contents, Space, Surroundings, holds_the_same
+from tpplan.compiler.trace.surroundings import Contents, Space, Surroundings, holds_the_same, is_filled
 from tpplan.compiler.trace.watched_state import WatchedDeque, WatchedList, WatchedNumber
 from tpplan.state.parts import MemberSlot, attributes, attributes_of, has_attributes, stored_as, stored_in
 from tpplan.state.parts import slots_of as member_slots
@@ -41,6 +41,7 @@ ORDER = " (its order)"
 ITEMS = " (its items)"
 _MOVING = (Tensor, WatchedNumber, count)
 _UNSET = object()
+_DEFAULTS, _CONTENTS = operator.attrgetter("__defaults__", "__kwdefaults__"), operator.attrgetter("cell_contents")
 _STOCK = frozenset(vars(nn.Module())) | {"forward"}
 Setter = Callable[[Any, Any, Any], object]
 
@@ -71,19 +72,50 @@ class Slot(NamedTuple):
         self.setter(self.holder, self.key, value)
 
 
+class Group(dict[str, Slot]):
+    """The places in one container."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        super().__init__()
+        self._told: dict[object, dict[str, Any]] = {}
+
+    @functools.cached_property
+    def moving(self) -> dict[str, Slot]:
+        """Those whose numbers may be others though the container holds the same."""
+        return {name: slot for name, slot in self.items() if isinstance(slot.value, _MOVING)}
+
+    def told(self, tell: Callable[[Any], object]) -> dict[str, Any]:
+        """What is told of the rest, which is asked once."""
+        if tell not in self._told:
+            self._told[tell] = {name: tell(slot.value) for name, slot in self.items() if name not in self.moving}
+        return self._told[tell]
+
+
 class AroundSlots(dict[str, Slot]):
     """Places around models, the same object for as long as their containers hold the same objects.
 
     Attributes:
         moving: those whose numbers may be others all the same.
-        told: what was told of the rest, by who has.
     """
 
-    def __init__(self, groups: Collection[dict[str, Slot]]) -> None:
+    def __init__(self, groups: Sequence[Group]) -> None:
         """Of all groups."""
-        super().__init__({name: slot for group in groups for name, slot in group.items()})
-        self.moving = {name: slot for name, slot in self.items() if isinstance(slot.value, _MOVING)}
-        self.told: dict[object, dict[str, Any]] = {}
+        super().__init__()
+        self._groups = groups
+        self._told: dict[object, dict[str, Any]] = {}
+        self.moving: dict[str, Slot] = {}
+        for group in groups:
+            self.update(group)
+            self.moving |= group.moving
+
+    def told(self, tell: Callable[[Any], object]) -> dict[str, Any]:
+        """What is told of the rest: the same object each time."""
+        if tell not in self._told:
+            self._told[tell] = told = {}
+            for group in self._groups:
+                told |= group.told(tell)
+        return self._told[tell]
 
 
 class Slots(ChainMap[str, Slot]):
@@ -128,48 +160,82 @@ def hook_name(module: str, number: int) -> str:
 
 
 def _outside(around: Surroundings) -> _Outside:
-    """The places around a model."""
-    values = [around.values(space) for _, space in around.spaces]
-    known = around.remembered.get(_outside)
-    if known is None or not known.is_same(values):
-        collector = _Collector(outside=True)
-        for (name, space), held in zip(around.spaces, values, strict=True):
-            for leaf, item in held.items():
-                collector.collect(f"{name}.{leaf}", item, space, leaf, Space.set)
-        for function in around.functions:
-            collector.collect(f"{function.__module__}.{function.__qualname__}", function)
-        known = around.remembered[_outside] = _Outside(values, collector)
+    """The places around a model; looked through again is what no longer holds the same objects."""
+    known: _Outside | None = around.remembered.get(_outside)
+    values = [*(around.values(space) for _, space in around.spaces), {}]
+    before: Iterable[_Section | None] = repeat(None) if known is None else known.sections
+    sections = [
+        section if section is not None and section.is_same(held) else _section(around, number, held)
+        for number, (held, section) in enumerate(zip(values, before, strict=False))
+    ]
+    if known is None or not all(map(is_, sections, known.sections)):
+        known = around.remembered[_outside] = _Outside(sections)
     return known
 
 
-class _Outside:
-    """What was found around a model, and the containers that were looked through, with what they held."""
+def _section(around: Surroundings, number: int, held: dict[str, Any]) -> _Section:
+    """The places in the space of this number; after the last one those in the user's functions."""
+    collector = _Collector(outside=True)
+    for leaf, item in held.items():
+        name, space = around.spaces[number]
+        collector.collect(f"{name}.{leaf}", item, space, leaf, Space.set)
+    for function in around.functions if number == len(around.spaces) else ():
+        collector.collect(f"{function.__module__}.{function.__qualname__}", function)
+    return _Section(held, collector)
 
-    def __init__(self, values: Sequence[dict[str, Any]], collector: _Collector) -> None:
+
+class _Outside:
+    """What was found around a model."""
+
+    def __init__(self, sections: Sequence[_Section]) -> None:
+        """In these sections; what several of them share goes by its names in the first."""
+        self.sections = sections
+        self._named = [section.groups[0] for section in sections]
+        self._groups: dict[int, Group] = {}
+        for key, group in chain.from_iterable(section.groups.items() for section in sections):
+            self._groups.setdefault(key, group)
+        self._found: dict[frozenset[int], AroundSlots] = {}
+
+    def without(self, own: Collection[int]) -> AroundSlots:
+        """The places but for those in a model's own containers: what it holds goes by its names there."""
+        left = frozenset(self._groups.keys() & own) | {0}
+        if left not in self._found:
+            inner = [slots for held, slots in self._groups.items() if held not in left]
+            self._found[left] = AroundSlots([*self._named, *inner])
+        return self._found[left]
+
+
+class _Section:
+    """What was found in one space, and the containers that were looked through, with what they held."""
+
+    def __init__(self, values: dict[str, Any], collector: _Collector) -> None:
         """What names stand for, and what was found of it."""
-        self._groups = collector.groups
+        self.groups = collector.groups
         self._values = values
         self._objects, self._looks = collector.objects, collector.looks
         self._dicts = [*map(vars, self._objects)]
         self._contents = Contents((*collector.containers, *self._dicts))
         self._looked = [look() for look in self._looks]
-        self._found: dict[frozenset[int], AroundSlots] = {}
+        self._functions = collector.functions
+        cells = [cell for function in self._functions for cell in function.__closure__ or ()]
+        self._filled, self._empty = ([cell for cell in cells if is_filled(cell) is full] for full in (True, False))
+        self._in_functions = [*self._read_functions()]
 
-    def without(self, own: Collection[int]) -> AroundSlots:
-        """The places but for those in a model's own containers: what it holds goes by its names there."""
-        left = frozenset(self._groups.keys() & own) - {0}
-        if left not in self._found:
-            self._found[left] = AroundSlots([slots for held, slots in self._groups.items() if held not in left])
-        return self._found[left]
+    def _read_functions(self) -> Iterator[Any]:
+        """Defaults of functions, and what they close over, read in C: a file has hundreds."""
+        yield from chain.from_iterable(map(_DEFAULTS, self._functions))
+        yield from map(_CONTENTS, self._filled)
 
-    def is_same(self, values: Sequence[dict[str, Any]]) -> bool:
+    def is_same(self, values: dict[str, Any]) -> bool:
         """Whether all holds the same objects still."""
-        named = (holds_the_same(held, before) for held, before in zip(values, self._values, strict=True))
         return (
-            all(map(is_, map(vars, self._objects), self._dicts))  # an object may be given another `__dict__`
+            holds_the_same(values, self._values)
+            and all(map(is_, map(vars, self._objects), self._dicts))  # an object may be given another `__dict__`
             and self._contents.are_same()
-            and all(named)
             and all(holds_the_same(look(), before) for look, before in zip(self._looks, self._looked, strict=True))
+            and all(map(is_filled, self._filled))
+            and not any(map(is_filled, self._empty))
+            and all(map(is_, self._read_functions(), self._in_functions))
         )
 
 
@@ -182,10 +248,11 @@ class _Collector:
         Args:
             outside: whether the places are around a model, and what was looked into is kept.
         """
-        self.found: dict[str, Slot] = {}
-        self.groups: dict[int, dict[str, Slot]] = {0: self.found}
+        self.found = Group()
+        self.groups: dict[int, Group] = {0: self.found}
         self.containers: list[Any] = []
         self.objects: list[Any] = []
+        self.functions: list[FunctionType] = []
         self.looks: list[Callable[[], list[Any]]] = []
         self.outside = self._keeps = outside
 
@@ -208,7 +275,7 @@ class _Collector:
         home = str(getattr(held if kind is FunctionType else kind, "__module__", "")).partition(".")[0]
         if home in ("torch", "tpplan") and kind not in (WatchedList, WatchedDeque):
             return  # what torch keeps is no state of the model
-        outer, self.found = self.found, self.groups.setdefault(id(held), {})
+        outer, self.found = self.found, self.groups.setdefault(id(held), Group())
         if stored is not None:
             self._look_into_store(name, held, stored, Slot(None, holder, key, setter, None, self.outside))
             if kind is not stored or kind is OrderedDict:
@@ -230,7 +297,7 @@ class _Collector:
             self.looks.append(lambda: [held.get(_UNSET)])
         elif kind is FunctionType:
             self.containers += [vars(held), held.__kwdefaults__ or {}]
-            self.looks.append(functools.partial(_members, held))
+            self.functions.append(held)
         elif not (names or has_dict):
             return
         elif stored is None and (issubclass(kind, (MethodType, functools.partial)) or shown_items(held) is not None):

@@ -207,7 +207,7 @@ class _Noted:
             if defaults or named:
                 self._undo.append(functools.partial(_put_defaults, held, defaults, named))
             inner: list[Any] = [*_cells(held)] if not is_library(held.__module__) else []
-            cells = [cell for cell in held.__closure__ or () if inner and _is_filled(cell)]
+            cells = [cell for cell in held.__closure__ or () if inner and is_filled(cell)]
             self._undo += map(functools.partial, repeat(setattr), cells, repeat("cell_contents"), inner)
             return [defaults, named, vars(held), *inner]
         if issubclass(kind, functools.partial):
@@ -544,10 +544,11 @@ def _may_clear(cache: Cache) -> bool:
 
 def _cells(held: FunctionType) -> Iterator[Any]:
     """What a function closes over."""
-    return (cell.cell_contents for cell in held.__closure__ or () if _is_filled(cell))
+    return (cell.cell_contents for cell in held.__closure__ or () if is_filled(cell))
 
 
-def _is_filled(cell: CellType) -> bool:
+def is_filled(cell: CellType) -> bool:
+    """Whether a function that closes over it has put something there."""
     try:
         return (cell.cell_contents, True)[1]
     except ValueError:
@@ -618,6 +619,7 @@ __all__ = [
     "cached_tensors",
     "generators",
     "holds_the_same",
+    "is_filled",
     "other_files",
     "same_files",
     "written_by",
