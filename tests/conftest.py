@@ -22,6 +22,7 @@ if "PYTHONPATH" in os.environ:
     os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(folder) for folder in folders if folder)
 
 _SLOW = 7  # one in so many slow cases of one test runs with the slow tests
+_EVERY = "TPPLAN_TEST_EVERY_CASE"  # where it's set, all quick cases run
 _SPREAD = (5**0.5 - 1) / 2  # multiples of it are spread evenly, whatever the period of what cases differ in
 
 
@@ -62,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases.setdefault((item.parent, getattr(item, "originalname", item.name), is_slow), []).append(item)
     for (parent, name, is_slow), alike in cases.items():
         marker = alike[0].get_closest_marker("one_in")
-        share = _SLOW if is_slow else 1 if marker is None else marker.args[0]
+        share = _SLOW if is_slow else 1 if marker is None or _EVERY in os.environ else marker.args[0]
         left = is_slow and (parent, name, False) in cases
         for place, item in enumerate(alike):
             if left or place * _SPREAD % 1 >= 1 / share:

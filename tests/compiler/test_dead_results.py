@@ -83,6 +83,7 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("tpplan.compiler.place.body"), "_leaving", lambda *_: [()] * 1_000)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("reads", ["", "all states", "a state again"])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_what_isnt_followed_costs_as_little(reads: str, sequence: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,6 +185,7 @@ class GatedMlp(nn.Module):
 GATED = {"gate": "colwise", "up": "colwise", "down": "rowwise"}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("model", "expected"),
     [

@@ -42,7 +42,8 @@ def red_tests(bug: Bug, tree: Path) -> list[str]:
     path.write_text(stock.replace(bug.text, bug.replacement), encoding="utf-8")
     files = [f"tests/{test}" for test in bug.tests]
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--maxfail=3", "-p", "no:cacheprovider", *files]
-    environment = os.environ | {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    own = {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1", "TPPLAN_TEST_EVERY_CASE": "1"}
+    environment = os.environ | own
     try:
         run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
     finally:

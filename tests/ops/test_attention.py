@@ -53,7 +53,7 @@ CASES = [(name, HEADS) for name in MODELS if name != "WindowedHeads"] + [
 ]  # fmt: skip
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize(("name", "rules"), CASES)
 def test_heads_are_split_where_no_function_reads_them(name: str, rules: dict[str, Any], tp: int) -> None:
@@ -236,6 +236,7 @@ FLASH: dict[str, tuple[Any, dict[str, Any], int, dict[str, int]]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", FLASH)
 def test_operators_of_flash_attn_have_rules(name: str) -> None:
     torch.manual_seed(0)

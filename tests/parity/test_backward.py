@@ -295,6 +295,7 @@ def test_what_is_right_for_a_part_stays_split(name: str, size: int) -> None:
     assert gathers(prove(Split(ELEMENTWISE[name]), SPLIT, size)) == 0
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ACROSS)
 def test_what_needs_all_features_gets_all(name: str, size: int) -> None:
@@ -311,6 +312,7 @@ def test_what_needs_all_features_is_refused_where_no_gather_fits(name: str) -> N
     assert found.code == "TP128" and "test_backward.py" in "".join(found.notes), found
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", [*BENT, *CLAMPS, "norm"])
 def test_a_partial_gradient_meets_what_is_linear_alone(name: str, size: int) -> None:
@@ -401,6 +403,7 @@ def printing_module(module: nn.Module, given: Any, taken: Any) -> None:
     repr((given, taken))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("place", ["up", "function", "down", ""])
 @pytest.mark.parametrize("how", [scaled, normalized, scaled_before, normalized_before, printing_module])
 def test_hooks_of_modules(how: Any, place: str) -> None:

@@ -57,6 +57,7 @@ def choosing(model: Block, *experts: int) -> Block:
     return model
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("body", "choices", "size"), slow_but(QUICK, CASES))
 def test_tokens_go_to_the_ranks_with_their_experts(body: Body, choices: int, size: int) -> None:
     model = Block(body, choices)

@@ -84,6 +84,7 @@ def test_a_list_takes_one_reduction_each_way(count: int, way: tuple[int, bool]) 
     assert counts.get("reduce-scatter", 0) == (0 if plan is PLAN else 2)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("count", "size", "first", "last"),
     [
@@ -106,6 +107,7 @@ def test_who_holds_what(count: int, size: int, first: list[int], last: list[int]
         ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dispatch", [of_hit, of_any, of_scatter, of_all])
 def test_other_ways_to_call_them(dispatch: Callable[..., Tensor]) -> None:
     verified(Block(6, dispatch=dispatch), PLAN, 4)

@@ -171,6 +171,7 @@ def test_calls_of_other_lengths_fill_them(kind: Callable[[], nn.Module], warm: b
     assert max(worst(model, RULES, 2, example, calls)) < 1e-12
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_capture_leaves_nothing_in_them(kind: Callable[[], nn.Module]) -> None:
     model = kind().double()

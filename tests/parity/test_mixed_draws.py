@@ -46,6 +46,7 @@ def compiled(name: str, tp: int) -> tuple[nn.Module, Program, dict[str, Any]]:
     return model, compile_call(Request(model, load_plan(plan), tp, (), keywords)).program, keywords
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_the_program_tells_the_draws_of_each_body_apart(name: str) -> None:
     _, program, _ = compiled(name, 2)

@@ -229,6 +229,7 @@ def test_no_weight_is_gathered() -> None:
     assert moves and all(len(move.shape) == 3 for move in moves)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", ["rows normed", "low rank", "columns scaled", "bounded"])
 @pytest.mark.parametrize("build", [made, columns], ids=["rowwise", "colwise"])
 def test_beside_a_split_sequence(build: Any, way: str) -> None:
@@ -271,6 +272,7 @@ class Attention(nn.Module):
         return x + self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("groups", "tp"), [(4, 2), (4, 3), (2, 4)])
 @pytest.mark.parametrize("way", ["rows normed", "low rank", "columns scaled"])
 def test_heads(way: str, groups: int, tp: int) -> None:

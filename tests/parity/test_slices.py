@@ -176,7 +176,7 @@ def test_calls_of_other_sizes_are_right(kind: Callable[[], nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_suggested_plans_split_the_layers_beside_them(kind: Callable[[], nn.Module]) -> None:
     found = search(made(kind), 2, (x_of(8),), {}, False)
     wanted = {f"{net}.{layer}" for net in ("first", "second") for layer in ("q", "k", "v")}
@@ -197,6 +197,7 @@ class Normed(Gated):
         return self.out((self.mixed(q @ k.transpose(-1, -2) / 2, x) @ v).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_what_such_a_body_calls_runs_all_of_its_own_code(tp: int) -> None:
     rules = {**RULES, "{first,second}.norm.{weight,bias,running_mean,running_var}": "colwise"}
@@ -206,6 +207,7 @@ def test_what_such_a_body_calls_runs_all_of_its_own_code(tp: int) -> None:
     assert "TP104" not in {d.code for d in program.diagnostics}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_table_that_numbers_pick_from_is_split_by_its_heads(tp: int) -> None:
     found = search(made(Attention), tp, (x_of(8),), {}, False)

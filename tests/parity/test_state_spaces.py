@@ -178,6 +178,7 @@ def test_a_convolution_is_a_column_and_in_groups_no_row() -> None:
         )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("groups", [1, GROUPS])
 def test_a_plan_for_it_writes_itself(groups: int) -> None:
     model = Mixer(GatedFirst, groups)

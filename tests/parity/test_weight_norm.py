@@ -54,6 +54,7 @@ CASES: dict[str, tuple[Callable[[], tuple[nn.Module, tuple[Tensor]]], Any]] = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_the_parts_of_a_weight_follow_it(case: str, tp: int) -> None:

@@ -190,6 +190,7 @@ def layouts(program: Program) -> dict[str, str]:
     return {p.name.removeprefix("0.0."): str(p.layout) for p in program.parameters if "norm" not in p.name}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "tp"),
     slow_but([(LowRank, 2), (Ternary, 4), (Measured, 2), (Unit, 2)], [(k, tp) for k in KINDS for tp in (2, 4)]),
@@ -221,6 +222,7 @@ def rules(model: nn.Module, plan: tpplan.Plan) -> dict[str, str]:
     return {name.rpartition(".")[2]: str(rule.style) for name, rule in found.items()}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", slow_but([LowRank, ByAnother], KINDS))
 def test_suggested(kind: Any) -> None:
     model, x = model_of(kind, 2), x_of()

@@ -198,6 +198,7 @@ def test_any_number_of_choices(body: Body, choices: int) -> None:
     assert report.ok, report.problems
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("body", [of_grouped, of_picked])
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_as_few_tokens_as_choices_or_experts(body: Body, rows: int) -> None:
@@ -221,6 +222,7 @@ LISTS = [of_hit, of_each, of_any, of_scatter, of_all]
 WAYS = [(2, True), (4, False), (2, False), (4, True)]  # the number of ranks, and whether sequences are split
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("dispatch", "way"), in_turns(LISTS, WAYS))
 def test_a_list_takes_one_reduction_each_way(dispatch: Dispatch, way: tuple[int, bool]) -> None:
     """Six experts on four ranks, too: two, one, two and one."""
@@ -237,6 +239,7 @@ def test_a_list_takes_one_reduction_each_way(dispatch: Dispatch, way: tuple[int,
     assert report.ok, report.problems
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dispatch", [of_hit, of_any])
 def test_experts_of_a_list_that_nobody_chose_have_no_gradient_on_any_rank(dispatch: Dispatch) -> None:
     model = ListBlock(dispatch)
@@ -427,6 +430,7 @@ REFUSED = (
 )  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("body", [of_turned, of_permuted])
 @pytest.mark.parametrize("choices", [1, CHOSEN])
 def test_matrices_may_be_turned_in_any_way(body: Body, choices: int) -> None:

@@ -38,6 +38,7 @@ ON_TWO = in_thirds(
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "style"), ON_TWO)
 def test_a_plan_computes_what_the_stock_model_computes(name: str, style: str) -> None:
     _assert_parity(2, name, style)

@@ -98,6 +98,7 @@ def with_own_module(model: nn.Module) -> None:
     model.get_submodule("up").register_forward_hook(lambda module, _, result: result * down.in_features / 24)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("register", [softmax, centred, half_gradient, with_own_module, read, sharing])
 def test_a_hook_is_part_of_each_later_call(register: Callable[[nn.Module], None]) -> None:
     calls = [CALL, register, CALL, CALL]

@@ -181,6 +181,7 @@ def _compiled(modules: dict[str, Any], **options: Any) -> Program:
     return tpplan.compile_plan(Normed(), plan, 2, torch.randn(2, 8, 8, requires_grad=True))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("modules", "options", "expected"),
     [
@@ -695,6 +696,7 @@ USES: list[Callable[..., list[Tensor]]] = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "options",

@@ -165,6 +165,7 @@ def copied(member: Member, kind: str) -> dict[str, Tensor]:
     return {name: held.full_tensor() for name, held in gradients.items() if held is not None}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_copy_has_its_own_gradients(kind: str) -> None:

@@ -313,6 +313,7 @@ def test_a_stream_stays_whole_for_convolutions_in_groups(wide: int, tp: int) -> 
     assert max(worst(model, plan, tp, call, [call, images(2, 5)])) < 1e-12
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tp", [2, 3])
 def test_halves_of_which_one_gates_the_other_are_packs(tp: int) -> None:
     model, call = Gated().double(), sequences(3, 8)
@@ -321,6 +322,7 @@ def test_halves_of_which_one_gates_the_other_are_packs(tp: int) -> None:
     assert max(worst(model, plan, tp, call, [call, sequences(2, 5)])) < 1e-12
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_group_norms_follow_the_channels(tp: int) -> None:
     model, calls = Residual().double(), [images(3, 8), images(2, 11)]

@@ -159,6 +159,7 @@ def test_it_is_sharded_whole_and_computes_the_same(kind: type[nn.Module], ranks:
     assert report.ok, report.problems
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_heads_are_not_gathered_for_their_norm(ranks: int) -> None:
     model = nn.Sequential(OneKey(), OneKey())
@@ -208,6 +209,7 @@ class Beside(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("training", [True, False])
 def test_a_plan_serves_the_mode_that_the_model_is_in(training: bool) -> None:
     model = Beside().double().train(training)
