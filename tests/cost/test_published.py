@@ -16,8 +16,11 @@ from tpplan.cost.work import PRODUCTS, Task
 
 PUBLISHED = Path(__file__).parent / "published"
 FITTED_SIZES = (1, 4, 16, 64, 1024)
-# Here the figure itself isn't one of a curve: a message half or twice as long took as long, or longer.
-UNSTEADY = {("all-reduce", 2, 2), ("reduce-scatter", 4, 2), ("reduce-scatter", 8, 2)}
+# Here the figure itself isn't one of a curve: the next longer message took no longer, or the next shorter one longer.
+UNSTEADY = {
+    *(("all-reduce", 2, 2), ("reduce-scatter", 4, 2), ("reduce-scatter", 8, 2)),
+    *(("all-to-all", 2, 8), ("all-to-all", 8, 1)),
+}
 # 8 x A100, 8 x B200, 8 x H100 PCIe: the bus bandwidth of large all-reduces, GB/s, that NVIDIA/nccl-tests#100,
 # NVIDIA/nccl#1807 and operators' checklists (alayanew.com, 2026-05-06) tell.
 LARGE = {"a100": (230e9, 250e9), "b200": (830e9, 840e9), "h100-pcie": (35e9, 45e9), "h100": (460e9, 480e9)}
@@ -36,7 +39,7 @@ def error_of(row: dict[str, str]) -> float:
     return seconds / (size / float(row["bytes_per_second"])) - 1
 
 
-@pytest.mark.parametrize("collective", ["all-reduce", "all-gather", "reduce-scatter"])
+@pytest.mark.parametrize("collective", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all"])
 @pytest.mark.parametrize("held_out", [False, True])
 def test_collectives_are_within_a_fifth_of_nccl(collective: str, held_out: bool) -> None:
     errors = {
@@ -48,15 +51,6 @@ def test_collectives_are_within_a_fifth_of_nccl(collective: str, held_out: bool)
     assert len(errors) >= 10
     assert {key: round(error, 2) for key, error in errors.items() if abs(error) > 0.2} == {}
     assert mean(map(abs, errors.values())) < 0.08
-
-
-def test_exchanges_of_tokens_are_within_a_third_of_nccl() -> None:
-    errors = [
-        error_of(row)
-        for row in rows("nccl_h100.csv")
-        if row["collective"] == "all-to-all" and (row["ranks"], row["mebibytes"]) != ("8", "1")  # longer than 4 MiB
-    ]
-    assert max(map(abs, errors)) < 0.35 and mean(map(abs, errors)) < 0.15
 
 
 @pytest.mark.parametrize(("gpu", "band"), LARGE.items())
