@@ -245,6 +245,8 @@ def _parallelize(
     axis = ranks_of(group)
     if program.one_shot:
         axis.sum_in_one_step(program.one_shot, device_of_mesh(over))
+    if program.fused_overlap:
+        axis.fuse_products(device_of_mesh(over))
     guard = CallGuard(make_skeleton(inner.model).model, inner.plan, compiled, *inner.call, axis)
     forget()
     lower(inner.model, program, MeshDistributor(over, axis, group if broadcast else None), guard)

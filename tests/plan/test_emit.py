@@ -50,6 +50,7 @@ PLANS = st.fixed_dictionaries(
         "axis": st.sampled_from(["tp", "model"]),
         "overlap": OVERLAPS,
         "recompute_gather": st.booleans(),
+        "fused_overlap": st.booleans(),
         "kernels": st.dictionaries(KINDS, CHOICES, max_size=3).flatmap(
             lambda kinds: st.dictionaries(
                 PATTERNS.filter(lambda text: "." in text), st.dictionaries(KINDS, CHOICES, min_size=1), max_size=2

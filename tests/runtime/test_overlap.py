@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -37,7 +38,9 @@ from tpplan.runtime.overlap.joint import Joint, JointLayer
 from tpplan.runtime.overlap.pairwise import gather_with, scatter_with
 from tpplan.runtime.overlap.scattered import Scattered
 from tpplan.runtime.parameters.handed_out import HandedOut
+from tpplan.runtime.ranks import communicator
 from tpplan.runtime.ranks.communicator import ProcessGroupCommunicator
+from tpplan.runtime.ranks.one_shot import SharedMemory
 
 PAGE = Path(__file__).parents[2] / "docs" / "overlap.md"
 UNITS = ("gather_linear", "linear_reduce", "weight_gradient")
@@ -114,6 +117,75 @@ def test_each_unit_alone_and_all_together_compute_the_same(name: str, size: int)
     used = [number for number, _ in ranks[0]]
     assert used[3] == sum(used[:3]) > 0  # all together are each of them
     assert bool(used[0]) == name.endswith("-sequence") and bool(used[2]) != name.endswith("-sequence")
+
+
+# -- torch's fused operators ----------------------------------------------------------------------------------------
+@contextmanager
+def _fused_on_processes() -> Generator[Counter[str]]:
+    """Have torch's fused operators run by what they fall back to, which any process group can; counts their calls."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    calls = Counter[str]()
+    kernels = torch.library.Library("symm_mem", "IMPL")
+    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+
+        def counted(*args: Any, _name: str = name, **options: Any) -> Any:
+            calls[_name] += 1
+            return getattr(symmetric, f"_{_name}_fallback")(*args, **options)
+
+        kernels.impl(name, counted, "CPU")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(communicator, "share_memory", lambda group, n, device: SharedMemory(torch.empty(n), group, n))
+        yield calls
+    kernels._destroy()
+
+
+def _fused_parity(member: Member, name: str, options: dict[str, Any]) -> tuple[Counter[str], Counter[str]]:
+    """The calls of fused operators that are made in a step, and those that the program has."""
+    stock, keywords, coarsest = _subject(name.removesuffix("-sequence"))
+    plan = _with(name, {"overlap": list(UNITS), "fused_overlap": True, **options})
+    reference, allowed = run(stock, keywords), tolerance(coarsest)
+    program = tpplan.compile_plan(copy.deepcopy(stock), plan, member.size, keywords)
+    with _fused_on_processes() as calls:
+        sharded = tpplan.parallelize(copy.deepcopy(stock), plan, member.mesh(), keywords)
+        sharded(**keywords)
+        calls.clear()
+        assert_same_run(run(sharded, keywords), reference, allowed)
+        made = Counter(calls)
+        with torch.no_grad():
+            again = output_tensors(sharded(**keywords))
+    for one, other in zip(reference.outputs, again, strict=True):
+        assert_close("without gradients", other, one, allowed)
+    units = Counter(str(unit) for overlap in program.overlaps for unit in overlap.units)
+    gathers, scatters = units["gather_linear"], units["linear_reduce"]
+    return made, Counter(fused_all_gather_matmul=gathers + scatters, fused_matmul_reduce_scatter=scatters)
+
+
+@pytest.mark.processes
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("options", [{}, {"recompute_gather": True}])
+@pytest.mark.parametrize(("name", "size"), [("llama-sequence", 2), ("gpt2-sequence", 2), ("llama-sequence", 4)])
+def test_fused_operators_compute_the_same(name: str, size: int, options: dict[str, Any]) -> None:
+    for made, predicted in world(size).run(_fused_parity, name, options):
+        assert made == predicted and all(made.values())
+
+
+def _without_shared_memory(member: Member) -> list[str]:
+    torch.manual_seed(0)
+    model, x = Normed(), torch.randn(2, 8, 8)
+    plan = {"version": 1, "modules": SPLIT, "overlap": "auto", "fused_overlap": True}
+    expected = model(x)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sharded = tpplan.parallelize(model, plan, member.mesh(), x)
+    torch.testing.assert_close(sharded(x), expected)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.processes
+def test_where_ranks_share_no_memory_a_warning_says_so() -> None:
+    for said in world(2).run(_without_shared_memory):
+        assert any("fused operators, but exchanges run beside products: " in message for message in said)
 
 
 # -- exchanges of pairs -----------------------------------------------------------------------------------------------
@@ -230,6 +302,8 @@ def test_a_plan_says_what_is_overlapped(modules: Any, options: Any, expected: li
         (SPLIT, {"overlap": ["weight_gradient"]}, "no all-reduce stands behind"),
         (WHOLE, {"overlap": ["weight_gradient", "half_batches"]}, "halves of a batch aren't computed in turns"),
         (WHOLE, {"recompute_gather": True}, "no all-gather stands before linear layers"),
+        (WHOLE, {"overlap": "auto", "fused_overlap": True}, "no gather or reduce-scatter of a split sequence"),
+        (SPLIT, {"fused_overlap": True}, "no gather or reduce-scatter of a split sequence"),
     ],
 )
 def test_what_cannot_be_had_is_told_with_its_reason(modules: Any, options: Any, message: str) -> None:
@@ -249,6 +323,7 @@ def test_what_cannot_be_had_is_told_with_its_reason(modules: Any, options: Any, 
         ({"overlap": {"a": 1}}, "TP004"),
         ({"overlap": "gather_linear"}, "TP004"),
         ({"recompute_gather": "yes"}, "TP004"),
+        ({"fused_overlap": 1}, "TP004"),
         ({"chunks": 1}, "TP004"),
         ({"chunks": 65}, "TP004"),
         ({"chunks": "4"}, "TP004"),

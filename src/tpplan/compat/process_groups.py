@@ -157,6 +157,16 @@ def one_shot_sum(place: Tensor, own: Tensor, group: str) -> None:
     cast("Any", torch.ops.symm_mem).one_shot_all_reduce_copy_out(place, own, "sum", group, own)
 
 
+def fused_gather(part: Tensor, dim: int, matrices: Sequence[Tensor], group: str) -> tuple[Tensor, list[Tensor]]:
+    """The parts of a group's ranks joined along `dim`, and what that is multiplied by each matrix. For every torch."""
+    return cast("Any", torch.ops.symm_mem).fused_all_gather_matmul(part, [*matrices], dim, group)
+
+
+def fused_scatter(tensor: Tensor, matrix: Tensor, dim: int, group: str) -> Tensor:
+    """This rank's part along `dim` of the sum of the ranks' products. For every torch."""
+    return cast("Any", torch.ops.symm_mem).fused_matmul_reduce_scatter(tensor, matrix, "sum", dim, group)
+
+
 def traced_all_reduce(tensor: Tensor, group: str) -> Tensor:
     """The sum over the ranks of a group, in code that Dynamo reads. For every torch."""
     ops: Any = torch.ops._c10d_functional

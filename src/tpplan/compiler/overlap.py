@@ -54,7 +54,7 @@ def overlapped(program: Program, plan: Plan, flow: DataFlow, binding: Binding) -
     """The program with what runs beside products and what is gathered again; findings of what is asked for in vain."""
     asked = _OverlapChoice(plan, binding)
     size, modules = program.size, program.modules
-    if size == 1 or not (asked.anything or plan.recompute_gather or plan.chunks):
+    if size == 1 or not (asked.anything or plan.recompute_gather or plan.chunks or plan.fused_overlap):
         return program, []
     found: list[Overlap] = []
     again: set[tuple[str, object]] = set()
@@ -89,7 +89,9 @@ def overlapped(program: Program, plan: Plan, flow: DataFlow, binding: Binding) -
         for spec in modules
     )
     program = replace(program, overlaps=tuple(found), modules=modules if again else program.modules)
-    return program, list(_vain(plan, found, reasons, asked, bool(again)))
+    exchanged = any(program.overlapped(each)[1].forward in _FUSED for each in found if each.units)
+    program = replace(program, fused_overlap=plan.fused_overlap and exchanged)
+    return program, list(_vain(plan, program, reasons, asked, bool(again)))
 
 
 class _OverlapChoice:
@@ -258,14 +260,18 @@ _INSTEAD = {
 }
 
 
+_FUSED = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+
+
 def _names(overlap: object, unit: OverlapUnit) -> bool:
     return isinstance(overlap, tuple) and unit in overlap
 
 
 def _vain(
-    plan: Plan, found: Sequence[Overlap], reasons: Mapping[OverlapUnit, str], asked: _OverlapChoice, again: bool
+    plan: Plan, program: Program, reasons: Mapping[OverlapUnit, str], asked: _OverlapChoice, again: bool
 ) -> Iterator[Diagnostic]:
     """Findings of units that are named, and used nowhere."""
+    found = program.overlaps
     used = {unit for overlap in found for unit in overlap.units}
     for unit in OverlapUnit:
         if unit in asked.named and unit not in used:
@@ -283,6 +289,14 @@ def _vain(
             code="TP152",
             message="`chunks` has no effect: no layer's product is made in parts",
             span=plan.option_spans.get("chunks"),
+            label="no effect",
+            help="remove it" if asked.anything else "remove it, or add `overlap: auto`",
+        )
+    if plan.fused_overlap and not program.fused_overlap:
+        yield Diagnostic(
+            code="TP152",
+            message="`fused_overlap` has no effect: no gather or reduce-scatter of a split sequence is overlapped",
+            span=plan.option_spans.get("fused_overlap"),
             label="no effect",
             help="remove it" if asked.anything else "remove it, or add `overlap: auto`",
         )

@@ -102,6 +102,7 @@ class _Loader:
             overlap=OverlapWord.NONE if merged.overlap is None else merged.overlap,
             chunks=merged.chunks,
             recompute_gather=bool(merged.recompute_gather),
+            fused_overlap=bool(merged.fused_overlap),
             option_spans=merged.option_spans,
             sources=tuple(item.shown for item in sources),
         )
@@ -211,6 +212,7 @@ def _merge(base: Document, child: Document) -> Document:
         chunks=base.chunks if child.chunks is None else child.chunks,
         option_spans={**base.option_spans, **child.option_spans},
         recompute_gather=base.recompute_gather if child.recompute_gather is None else child.recompute_gather,
+        fused_overlap=base.fused_overlap if child.fused_overlap is None else child.fused_overlap,
     )
 
 

@@ -37,7 +37,8 @@ class Plan:
         overlap: which collectives run beside matrix products, where a rule doesn't say otherwise.
         chunks: of how many products each layer is that runs beside a collective; None for what the cost model chooses.
         recompute_gather: whether the backward gathers the inputs of split layers again, and the forward keeps parts.
-        option_spans: the tokens of the values of `overlap`, `chunks` and `recompute_gather`, by option.
+        fused_overlap: whether torch's fused operators run collectives beside products, where ranks share memory.
+        option_spans: the tokens of the values of `overlap` and the three options after it, by option.
         sources: the files that it was read from, the outermost first.
         is_part: whether it is what a plan for a model says of a part of that, such as a stage of a pipeline.
     """
@@ -52,6 +53,7 @@ class Plan:
     overlap: Overlaps = OverlapWord.NONE
     chunks: int | None = None
     recompute_gather: bool = False
+    fused_overlap: bool = False
     option_spans: Mapping[str, Span] = field(default_factory=dict[str, Span], compare=False, repr=False)
     sources: tuple[str, ...] = field(default=(), compare=False)
     is_part: bool = False

@@ -60,6 +60,8 @@ class PlanFile:
     """Of how many products each layer is that runs beside a collective, instead of what the cost model chooses."""
     recompute_gather: bool | None = None
     """Whether the backward gathers the inputs of split layers again, instead of the forward keeping them."""
+    fused_overlap: bool | None = None
+    """Whether torch's fused operators overlap collectives with products, on GPUs that read each other's memory."""
 
 
 PLAN_KEYS: Final = tuple(entry.name for entry in fields(PlanFile))

@@ -40,7 +40,8 @@ class Document(NamedTuple):
         overlap: which collectives run beside products, if given.
         chunks: of how many products layers beside collectives are, if given.
         recompute_gather: whether backwards gather inputs again, if given.
-        option_spans: the tokens of the values of these three, by option.
+        fused_overlap: whether torch's fused operators are used, if given.
+        option_spans: the tokens of the values of these four, by option.
     """
 
     name: str | None
@@ -53,6 +54,7 @@ class Document(NamedTuple):
     overlap: Overlaps | None
     chunks: int | None
     recompute_gather: bool | None
+    fused_overlap: bool | None
     option_spans: Mapping[str, Span]
 
 
@@ -85,6 +87,7 @@ def read_document(root: Node | None, file: str, problems: Problems) -> Document 
         read_overlap(given["overlap"], problems) if "overlap" in given else None,
         _read_number(given, "chunks", range(2, 65), "a whole number from 2 to 64", 4, problems),
         _read_switch("recompute_gather", given["recompute_gather"], problems) if "recompute_gather" in given else None,
+        _read_switch("fused_overlap", given["fused_overlap"], problems) if "fused_overlap" in given else None,
         {key: node.span for key, node in given.items() if key in _POINTED_AT and node.span is not None},
     )
 
@@ -161,7 +164,7 @@ def _read_switch(key: str, node: Node, problems: Problems) -> bool | None:
     return node.value
 
 
-_POINTED_AT = ("overlap", "chunks", "recompute_gather")
+_POINTED_AT = ("overlap", "chunks", "recompute_gather", "fused_overlap")
 """The options that findings about a model point at."""
 _EXAMPLE = '"my::attn": "b h s! d!, b h t! d!, b h t! d! -> b h s! d!"'
 

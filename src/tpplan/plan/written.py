@@ -45,6 +45,8 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
         document["chunks"] = plan.chunks
     if plan.recompute_gather:
         document["recompute_gather"] = True
+    if plan.fused_overlap:
+        document["fused_overlap"] = True
     return document
 
 

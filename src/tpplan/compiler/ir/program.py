@@ -25,6 +25,9 @@ from tpplan.cost.work import Work
 from tpplan.plan import Diagnostic
 
 PROGRAM_VERSION = 3
+_EMPTY = (  # left out where they are
+    *("assumed", "picked", "left", "buffers", "takes_gradients", "drawn", "one_shot", "overlaps", "fused_overlap"),
+)
 _PAIRWISE = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
 
 
@@ -395,6 +398,7 @@ class Program:
         freedoms: what had to be allowed for the plan to compile, by the names of `ir/freedoms`; nor is this.
         one_shot: the largest all-reduces that ranks do in one step, in bytes, as the plan says.
         overlaps: the reshards whose collectives run beside matrix products.
+        fused_overlap: whether torch's fused operators run these where ranks share memory, but for all-reduces.
         topology: the links by whose times placement has chosen.
         work: what a step has a rank do, of a program that was read; not part of the digest.
         measure: measures that, of a program that was compiled here: by a call, or `at(batch, sequence)`; nor is this.
@@ -425,6 +429,7 @@ class Program:
     freedoms: tuple[str, ...] = field(default=(), compare=False)
     one_shot: int = 0
     overlaps: tuple[Overlap, ...] = ()
+    fused_overlap: bool = False
     topology: Topology = NVLINK
     version: int = PROGRAM_VERSION
     work: Work | None = field(default=None, compare=False, repr=False)
@@ -577,7 +582,7 @@ class Program:
         plain = asdict(replace(self, diagnostics=(), boundaries={}, varied=frozenset(), work=None, measure=None))
         for name in ("diagnostics", "boundaries", "varied", "device", "freedoms", "work", "measure"):
             del plain[name]
-        for name in ("assumed", "picked", "left", "buffers", "takes_gradients", "drawn", "one_shot", "overlaps"):
+        for name in _EMPTY:
             if not plain[name]:
                 del plain[name]
         for module, spec in zip(plain["modules"], self.modules, strict=True):

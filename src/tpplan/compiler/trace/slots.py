@@ -72,7 +72,7 @@ class Slot(NamedTuple):
         self.setter(self.holder, self.key, value)
 
 
-class Group(dict[str, Slot]):
+class SlotGroup(dict[str, Slot]):
     """The places in one container."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class AroundSlots(dict[str, Slot]):
         moving: those whose numbers may be others all the same.
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[SlotGroup]) -> None:
         """Of all groups."""
         super().__init__()
         self._groups = groups
@@ -191,7 +191,7 @@ class _Outside:
         """In these sections; what several of them share goes by its names in the first."""
         self.sections = sections
         self._named = [section.groups[0] for section in sections]
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, SlotGroup] = {}
         for key, group in chain.from_iterable(section.groups.items() for section in sections):
             self._groups.setdefault(key, group)
         self._found: dict[frozenset[int], AroundSlots] = {}
@@ -248,8 +248,8 @@ class _Collector:
         Args:
             outside: whether the places are around a model, and what was looked into is kept.
         """
-        self.found = Group()
-        self.groups: dict[int, Group] = {0: self.found}
+        self.found = SlotGroup()
+        self.groups: dict[int, SlotGroup] = {0: self.found}
         self.containers: list[Any] = []
         self.objects: list[Any] = []
         self.functions: list[FunctionType] = []
@@ -275,7 +275,7 @@ class _Collector:
         home = str(getattr(held if kind is FunctionType else kind, "__module__", "")).partition(".")[0]
         if home in ("torch", "tpplan") and kind not in (WatchedList, WatchedDeque):
             return  # what torch keeps is no state of the model
-        outer, self.found = self.found, self.groups.setdefault(id(held), Group())
+        outer, self.found = self.found, self.groups.setdefault(id(held), SlotGroup())
         if stored is not None:
             self._look_into_store(name, held, stored, Slot(None, holder, key, setter, None, self.outside))
             if kind is not stored or kind is OrderedDict:

@@ -30,7 +30,7 @@ from tpplan.plan import OverlapUnit
 from tpplan.runtime.bodies.layer_bodies import product
 from tpplan.runtime.overlap.pairwise import Waiting, begin, gather_with, runs_as_written
 from tpplan.runtime.parameters.handed_out import HandedOut
-from tpplan.runtime.ranks.communicator import Communicator, of_backward
+from tpplan.runtime.ranks.communicator import Communicator, fuses, of_backward
 from tpplan.runtime.ranks.profiled import at_place, told_place
 from tpplan.runtime.ranks.reshard import Move, SecondDerivativeError
 
@@ -158,6 +158,11 @@ class _JointProducts(torch.autograd.Function):
         if not hides:
             whole = joint.axis.all_gather(tensor, joint.dim)
             return whole, *[product(whole, *layer) for layer in layers]
+        if fuses(joint.axis):
+            matrices = [weight if transposed else weight.t() for weight, _, transposed in layers]
+            whole, products = joint.axis.gather_and_multiply(tensor, joint.dim, matrices)
+            made = zip(products, held[1::2], strict=True)
+            return whole, *[terms if bias is None else terms.add_(bias) for terms, bias in made]
         early, late = layers[: joint.grouped], layers[joint.grouped :]
         whole, products = gather_with(
             joint.axis, tensor, joint.dim, joint.groups, lambda part: [product(part, *layer) for layer in early]

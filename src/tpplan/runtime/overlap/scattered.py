@@ -19,7 +19,7 @@ from tpplan.compat.autograd import native_apply
 from tpplan.compat.modes import without_function_modes
 from tpplan.runtime.bodies.layer_bodies import product
 from tpplan.runtime.overlap.pairwise import gather_with, runs_as_written, scatter_with, sum_with
-from tpplan.runtime.ranks.communicator import Communicator, of_backward
+from tpplan.runtime.ranks.communicator import Communicator, fuses, of_backward
 from tpplan.runtime.ranks.profiled import at_place, told_place
 from tpplan.runtime.ranks.reshard import SecondDerivativeError
 
@@ -77,6 +77,8 @@ class Scattered:
             sum_with(self.axis, terms, rows, groups, lambda part, made: torch.mm(part, matrix, out=made))
             return whole
         dim = self.dim
+        if fuses(self.axis):
+            return self.axis.multiply_and_scatter(input, weight if self.transposed else weight.t(), dim)
         parts = input.chunk(self.axis.size, dim)
 
         def work(ranks: list[int]) -> Tensor:
@@ -111,8 +113,13 @@ class _Scattered(torch.autograd.Function):
             whole = gradients[0]
             made = work(whole)
         else:
+            back = layer.back
             with at_place(ctx.place):
-                whole, made = gather_with(layer.back, gradients[0], layer.dim, layer.groups[::-1], work)
+                if wants_input and fuses(back):
+                    matrix = weight.t() if layer.transposed else weight
+                    whole, made = back.gather_and_multiply(gradients[0], layer.dim, [matrix])
+                else:
+                    whole, made = gather_with(back, gradients[0], layer.dim, layer.groups[::-1], work)
         of_weight = None
         if wants_weight:
             rows, given = whole.flatten(0, -2), input.flatten(0, -2)

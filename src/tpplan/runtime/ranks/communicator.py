@@ -9,7 +9,7 @@ import copy
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NoReturn, Protocol, Self, TypeVar, cast
+from typing import NoReturn, Protocol, Self, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from tpplan.compat.modes import is_profiled
 from tpplan.compat.process_groups import (
     begun,
     collectives_without_dispatch,
+    fused_gather,
+    fused_scatter,
     group_all_gather,
     group_reduce_scatter,
     swapped,
@@ -90,6 +92,7 @@ class ProcessGroupCommunicator:
         adjoint: whether it serves a backward.
         counted: whether a program says how often that is.
         begins: whether a collective may be begun, and waited for later.
+        fuses: whether torch's operators gather, or scatter, and multiply.
         shared: where small tensors are summed in one step, if the ranks share memory.
     """
 
@@ -97,6 +100,7 @@ class ProcessGroupCommunicator:
     adjoint = False
     counted = True
     begins = True
+    fuses = False
     one_shot = 0
     shared: SharedMemory | None = None
 
@@ -132,6 +136,18 @@ class ProcessGroupCommunicator:
         warnings.warn(
             f"the plan asks for one-shot all-reduces, but the process group's own are used: {found}", stacklevel=3
         )
+
+    def fuse_products(self, device: torch.device) -> None:
+        """From now on have torch's operators gather, or scatter, and multiply; each rank calls this.
+
+        It warns if the ranks share no memory. The operators wait for other ranks on the device.
+        """
+        found = share_memory(self.group, 1, device)
+        self.fuses = isinstance(found, SharedMemory)
+        if not self.fuses:
+            warnings.warn(
+                f"the plan asks for torch's fused operators, but exchanges run beside products: {found}", stacklevel=3
+            )
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Communicator`."""
@@ -248,6 +264,25 @@ class ProcessGroupCommunicator:
 
         return wait
 
+    def gather_and_multiply(
+        self, part: Tensor, dim: int, matrices: Sequence[Tensor]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """The ranks' parts joined along `dim`, and their products, by one operator of torch's: see `fuses`."""
+        try:
+            with self._named("fused all-gather"):
+                whole, products = fused_gather(part, dim, matrices, self._name)
+        except RuntimeError as error:
+            self._raise("fused all-gather", part, error)
+        return whole.contiguous(), [product.contiguous() for product in products]
+
+    def multiply_and_scatter(self, tensor: Tensor, matrix: Tensor, dim: int) -> Tensor:
+        """This rank's part along `dim` of the sum of products, by one operator of torch's: see `fuses`."""
+        try:
+            with self._named("fused reduce-scatter"):
+                return fused_scatter(tensor, matrix, dim, self._name).contiguous()
+        except RuntimeError as error:
+            self._raise("fused reduce-scatter", tensor, error)
+
     def pairwise(self, collective: Collective) -> AbstractContextManager[Callable[[Tensor, int], Callable[[], Tensor]]]:
         """A block that exchanges tensors in pairs of ranks, in place of a collective.
 
@@ -290,6 +325,11 @@ class ProcessGroupCommunicator:
                 help="call it with one gradient after the other",
             ) from error
         raise lost_rank(described(name, tensor, self.place), error, self.group) from error
+
+
+def fuses(axis: Communicator) -> TypeGuard[ProcessGroupCommunicator]:
+    """Whether torch's operators gather, or scatter, and multiply."""
+    return isinstance(axis, ProcessGroupCommunicator) and axis.fuses
 
 
 class _Direct(ProcessGroupCommunicator):
