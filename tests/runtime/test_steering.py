@@ -10,9 +10,11 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ import tests.runtime.steering
 from tests.runtime import steering
 from tests.runtime.simulated import on_ranks, stepped
 from tpplan.calls.guard import CallGuard
+from tpplan.plan import TpplanError
 
 TOLERANCE = 1e-12
 PLAN = {"up": "colwise", "down": "rowwise"}
@@ -65,7 +68,24 @@ class Worker(threading.Thread):
     flag = False
 
 
+class Counting(list[Tensor]):
+    """Counts its readers where a model looks."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        COUNTS[0] += 1
+        return super().__iter__()
+
+
+def referred() -> Any:
+    held: Any = Holder()
+    weakref.finalize(torch, id, held)  # keeps it
+    held.flag = False
+    return weakref.ref(held)
+
+
 CHOOSER, HOLDER, BY_KEY, WORKER = Chooser(), Holder(), ByKey(flag=False), Worker()
+ARRAY, COUNTS = numpy.zeros(3), [0]
+OF_ARRAY, REFERENCE = torch.from_numpy(ARRAY), referred()
 KEPT: bool | None = None
 builtins.TESTS_FLAG = False  # pyright: ignore
 
@@ -173,6 +193,11 @@ READ: dict[str, tuple[Callable[[], bool], Callable[[bool], object]]] = {
     "dotted": (lambda: tests.runtime.steering.FLAG, lambda value: put("FLAG", value)),
     "dotted table": (lambda: tests.runtime.steering.TABLE["flag"], lambda value: steering.TABLE.update(flag=value)),
     "a tensor": (lambda: NUMBERS[1].item() > 0, lambda value: NUMBERS.fill_(float(value))),
+    "a tensor's data": (lambda: NUMBERS[1].item() > 0, lambda value: NUMBERS.data.fill_(float(value))),
+    "an array's tensor": (lambda: OF_ARRAY[1].item() > 0, lambda value: ARRAY.__setitem__(1, value)),
+    "an array": (lambda: ARRAY[1] > 0, lambda value: ARRAY.__setitem__(1, value)),
+    "behind a weak reference": (lambda: REFERENCE().flag, lambda value: setattr(REFERENCE(), "flag", value)),
+    "a logger's attribute": (lambda: LOG.flag, lambda value: setattr(LOG, "flag", value)),  # pyright: ignore
     "property": (lambda: CHOOSER.flag, fill),
     "by key": (lambda: BY_KEY.flag, lambda value: BY_KEY.update(flag=value)),
     "a thread's attribute": (lambda: WORKER.flag, lambda value: setattr(WORKER, "flag", value)),
@@ -236,3 +261,22 @@ def test_what_is_read_elsewhere_is_followed(name: str) -> None:
                 torch.testing.assert_close(own, gradients["down.bias"], rtol=0, atol=TOLERANCE)
     finally:
         change(False)
+
+
+class Listed(Net):
+    read = staticmethod(lambda: COUNTS[0] < 0)
+
+    def forward(self, held: list[Tensor]) -> Tensor:  # pyright: ignore
+        return super().forward(list.__getitem__(held, 0))
+
+
+def test_reading_an_argument_that_changes_what_steers_is_refused() -> None:
+    x = torch.randn(2, 4, 8)
+
+    def work(model: nn.Module, guard: CallGuard) -> None:
+        read: Any = lambda call, _: [*call.arguments[0]]  # noqa: E731
+        guard._require_alike = read  # where ranks compare arguments
+        with pytest.raises(TpplanError, match=r"TP130.* whenever this call's arguments are looked at"):
+            model(Counting([x]))
+
+    on_ranks(Listed(), PLAN, 2, (([x],), {}), work)

@@ -297,9 +297,14 @@ class CallGuard:
         return 0 if self._changes is None else self._changes.state
 
     def _decide(
-        self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]
+        self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any], looks: int = 0
     ) -> tuple[DecidedCall, Decision]:
-        """The call, and the proof that covers it; it is made now if there is none."""
+        """The call, and the proof that covers it; it is made now if there is none.
+
+        Args:
+            training, arguments, keywords: the call.
+            looks: how often something has changed already while it was looked at.
+        """
         call = DecidedCall(training, arguments, keywords, self._left.parts_of(arguments, keywords, self._names))
         if self._lockstep is not None:
             self._begin_watched(call, self._lockstep)
@@ -313,7 +318,15 @@ class CallGuard:
             if self._changes is not None and self._changes.compare():
                 self._forget("hooks or wrappers")
             if state != self.state:
-                return self._decide(training, arguments, keywords)
+                if looks == _MANY:
+                    found = self._changes and self._changes.difference
+                    raise UnprovedCallError.of(
+                        "TP130",
+                        f"{found or 'what the model reads'}, and changes whenever this call's arguments are looked at",
+                        help="let reading an argument (`__iter__`, `__getitem__`, a property) write to nothing that "
+                        "the model reads",
+                    )
+                return self._decide(training, arguments, keywords, looks + 1)
             try:
                 proof, compiled = self._prove(call)
             except UnprovedCallError as error:

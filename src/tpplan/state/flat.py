@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from tpplan.compat.modes import without_function_modes
+from tpplan.compat.modes import Unwatched
 from tpplan.state.content import Identity, Reader, is_constant, is_small, numbers, plain
 from tpplan.state.parts import (
     PLAIN,
@@ -42,7 +42,6 @@ _CONTAINERS = (tuple, frozenset, dict, *_ROWS)
 _FUNCTION = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _CELL = attrgetter("cell_contents")
 _OWN = attrgetter("__dict__")
-_VERSION = attrgetter("_version")
 
 
 class Values:
@@ -113,7 +112,7 @@ class Flat:
             looks.append(lambda: map(_CELL, found.cells))
         looks += [_named(space, names) for space, names in found.globals.values() if names]
         self._looks = [(look, [*look()]) for look in looks]
-        others: list[Look] = [*found.others, *([lambda: _versions(found.tensors)] if found.tensors else [])]
+        others: list[Look] = [*found.others, *([lambda: _numbers(found.tensors)] if found.tensors else [])]
         for space, listed in names.items():
             own = cast("dict[str, Any]", vars(space))
             others += [_named(own, there)] if (there := [name for name in listed if name in own]) else []
@@ -211,7 +210,7 @@ class _Found:
         if own is not None:
             self.objects.append(item)
         if isinstance(item, Tensor) and (is_constant(item) or is_small(item)):
-            if item.is_inference():
+            if "nan" in str(numbers(item)):  # no list of it equals another
                 self.others.append(lambda: [numbers(item)])
             else:
                 self.tensors.append(item)
@@ -228,9 +227,10 @@ class _Found:
         return [*kinds, *(held for step, held in inner if not isinstance(step, Bytes))]
 
 
-def _versions(tensors: list[Tensor]) -> list[object]:
-    with without_function_modes():
-        return [*map(_VERSION, tensors)]
+def _numbers(tensors: list[Tensor]) -> list[object]:
+    """What tensors hold: writing through `.data`, or to an array that shares their memory, tells no version."""
+    with Unwatched():
+        return [cast("Any", tensor).tolist() for tensor in tensors]
 
 
 def _size(space: Sized) -> Iterable[object]:

@@ -47,6 +47,7 @@ from types import (
     SimpleNamespace,
 )
 from typing import Any, NamedTuple, cast
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +90,7 @@ _CODE = (FunctionType, BuiltinFunctionType, _CACHED)
 _LOADS = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 _ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"))
 _BY_TEXT = frozenset(("getattr", "globals", "vars", "attrgetter", "__dict__", "modules", "import_module", "__import__"))
+_OF_LOGGERS = frozenset(vars(logging.Logger("")))
 _ENVIRONMENT = frozenset(("environ", "getenv"))
 
 
@@ -149,7 +151,7 @@ def parts(held: Any) -> Parts | None:
         return class_parts(held)
     known = next((taken for base, taken in _KNOWN.items() if isinstance(held, base)), None)
     if known is not None:
-        own = attributes(held) if not isinstance(held, logging.Logger) else []
+        own = attributes(held)
         if isinstance(held, FunctionType):  # at its first call torch notes on it what its compiler made
             own = [(name, item) for name, item in own if not _is_compilers(cast("Any", type(item)), item)]
         return [*known(held), *own]
@@ -200,6 +202,8 @@ def attributes(held: Any) -> list[tuple[str, Any]]:
     """What stands in an object's `__dict__` and slots, by name."""
     own = attributes_of(held)
     found: list[tuple[str, Any]] = [*own.items()] if own and own is not held else []
+    if isinstance(held, logging.Logger):
+        found = [(name, item) for name, item in found if name not in _OF_LOGGERS]
     kind = cast("type[Any]", type(held))
     slots = slots_of(kind)
     if issubclass(kind, defaultdict):
@@ -535,6 +539,7 @@ _KNOWN: dict[type[Any], Callable[[Any], Parts]] = {
     MethodWrapperType: lambda held: [("__name__", held.__name__), ("__self__", held.__self__)],
     functools.partial: lambda held: [("func", held.func), ("args", held.args), ("keywords", held.keywords)],
     ContextVar: lambda held: [("name", held.name), ("get()", held.get(None))],
+    ReferenceType: lambda held: [("__call__", held())],
     logging.Logger: lambda held: [("getEffectiveLevel()", held.getEffectiveLevel()), ("disabled", _is_silent(held))],
     property: lambda held: [("fget", held.fget)],
     classmethod: lambda held: [("__func__", held.__func__)],
