@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import contextvars
@@ -10,6 +11,7 @@ import enum
 import fractions
 import functools
 import itertools
+import logging
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -409,7 +411,7 @@ class Shown:
 
 
 class Pair(NamedTuple):
-    rows: list[int]
+    rows: Any
 
 
 def shared() -> tuple[Callable[[], int], Callable[[int], object]]:
@@ -420,6 +422,22 @@ def shared() -> tuple[Callable[[], int], Callable[[int], object]]:
         number = n
 
     return lambda: number, put
+
+
+def referred() -> weakref.ref[Counter]:
+    held = Counter()
+    weakref.finalize(torch, id, held)  # keeps it
+    return weakref.ref(held)
+
+
+@functools.cache
+def cached_row() -> list[int]:
+    return [0]
+
+
+@functools.lru_cache(maxsize=8)
+def kept_row() -> dict[int, int]:
+    return {0: 0}
 
 
 def put_elsewhere(name: str, n: Any) -> None:
@@ -443,6 +461,15 @@ OF_GUARDED.__set__(GUARDED, 0)
 GUARDS, SHOWN, NAMED_TUPLE = Defaults(int), dict.fromkeys(KEYS, 0), Pair([0])
 USERS, CHAINED = collections.UserDict(count=0), collections.ChainMap({"count": 0})
 WEAKLY = weakref.WeakKeyDictionary({KEYS[0]: 0})
+ARRAY, OBJECTS, BYTES, NUMBERS = (
+    numpy.zeros((2, 2)),
+    numpy.array([0], dtype=object),
+    bytearray(2),
+    array.array("d", [0]),
+)
+VIEW, NAMED_ARRAY = memoryview(bytearray(2))[1:], Pair(numpy.zeros(1))
+LOGGER: Any = logging.getLogger(__name__)
+REFERENCE: Any = referred()
 FRACTION, NUMPYS, HALVES = fractions.Fraction(0), {"count": numpy.int64(0)}, itertools.count(fractions.Fraction(1, 2))
 PLACES: dict[str, tuple[Callable[[], int], Callable[[int], object]]] = {
     "a partial's keyword": (lambda: PARTIAL()["count"], lambda n: PARTIAL.keywords.update(count=n)),
@@ -476,6 +503,16 @@ PLACES: dict[str, tuple[Callable[[], int], Callable[[int], object]]] = {
     "a fraction": (lambda: FRACTION, lambda n: put_elsewhere("FRACTION", fractions.Fraction(n))),
     "a number of numpy's": (lambda: NUMPYS["count"], lambda n: NUMPYS.__setitem__("count", numpy.int64(n))),
     "a variable of the context": (VARIABLE.get, VARIABLE.set),
+    "an array of numpy's": (lambda: ARRAY[1, 0], lambda n: ARRAY.__setitem__((1, 0), n)),
+    "an array of objects": (lambda: OBJECTS[0], lambda n: OBJECTS.__setitem__(0, n)),
+    "bytes": (lambda: BYTES[1], lambda n: BYTES.__setitem__(1, n)),
+    "an array of Python's": (lambda: NUMBERS[0], lambda n: NUMBERS.__setitem__(0, n)),
+    "a view of memory": (lambda: VIEW[0], lambda n: VIEW.__setitem__(0, n)),
+    "an array in a tuple": (lambda: NAMED_ARRAY.rows[0], lambda n: NAMED_ARRAY.rows.__setitem__(0, n)),
+    "behind a weak reference": (lambda: REFERENCE().total, lambda n: setattr(REFERENCE(), "total", n)),
+    "a logger's attribute": (lambda: LOGGER.count, lambda n: setattr(LOGGER, "count", n)),
+    "what a cache has returned": (lambda: cached_row()[0], lambda n: cached_row().__setitem__(0, n)),
+    "what a bounded cache has returned": (lambda: kept_row()[0], lambda n: kept_row().__setitem__(0, n)),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import collections
 import contextvars
 import os
 import threading
@@ -32,6 +33,17 @@ class Slotted:
         self.count = 0
 
 
+class Key:
+    """A key that sees whether its tables are empty when it is put back."""
+
+    tables: ClassVar[list[Any]] = []
+    missed: ClassVar[bool] = False
+
+    def __hash__(self) -> int:
+        Key.missed |= not all(self.tables)
+        return 7
+
+
 class Single:
     """A class that keeps one of its objects."""
 
@@ -43,6 +55,10 @@ class Single:
 
 
 Single.one = Single()
+KEYS: list[Any] = [Key(), Key(), Key()]
+KEYED, TOLD, QUEUE, ROWS = dict[Any, Any].fromkeys(KEYS), set[Any](KEYS[:1]), collections.deque([3], 2), [3]
+Key.tables += [KEYED, TOLD]
+SMALL = torch.zeros(3)
 SLOTTED = Slotted()
 DATES = np.array(["2026-01-01"], dtype="datetime64[D]")  # which shows nobody its memory
 
@@ -102,6 +118,26 @@ def by_environment() -> None:
     os.environ["TESTS_COUNT"] = str(int(os.environ.get("TESTS_COUNT", "0")) + 1)
 
 
+def by_data() -> None:
+    SMALL.data.fill_(float(len(SMALL)))
+
+
+def by_dates() -> None:
+    DATES[0] += 1
+
+
+def by_order() -> None:
+    KEYED[KEYS[0]] = KEYED.pop(KEYS[0])
+
+
+def by_other_items() -> None:
+    for held in (KEYED, TOLD, QUEUE, ROWS):
+        held.clear()
+    KEYED["other"] = TOLD.add("other")
+    QUEUE.extend((1, 2))
+    ROWS.extend((1, 2))
+
+
 SEEN: dict[Callable[[], object], Callable[[], object]] = {
     by_attribute: lambda: dict(vars(by_attribute)),
     by_default: lambda: dict((by_default.__defaults__ or ({},))[0]),
@@ -114,6 +150,10 @@ SEEN: dict[Callable[[], object], Callable[[], object]] = {
     by_single: lambda: Single.one.count,
     by_class: lambda: Single.count_of_all,
     by_environment: lambda: os.environ.get("TESTS_COUNT"),
+    by_data: lambda: (SMALL.tolist(), SMALL._version),
+    by_dates: lambda: DATES.tolist(),
+    by_order: lambda: [*KEYED.items()],
+    by_other_items: lambda: ([*KEYED.items()], [*TOLD], [*QUEUE], [*ROWS], Key.missed),
 }
 
 

@@ -11,6 +11,7 @@ Nothing can be put in their place, as nobody knows how such an object is made.
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
 from enum import Enum
@@ -29,6 +30,8 @@ from tpplan.state.parts import attributes, stored_as, stored_in
 _PLAIN = frozenset((int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
 VALUES = (Decimal, Fraction, numpy.generic)
 """Numbers of other classes, which never change."""
+ARRAYS = (numpy.ndarray, bytearray, array, memoryview)
+"""Rows of numbers that aren't torch's; they may be written to."""
 _SETS = frozenset((set, frozenset))
 _ROWS = frozenset((list, tuple, dict))
 _STORES = _SETS | _ROWS
@@ -180,13 +183,26 @@ def _named(trail: _Trail | None) -> str:
     return name
 
 
+def is_numbers(held: object) -> bool:
+    """Whether it is an array of numbers, and none of Python's objects."""
+    return isinstance(held, ARRAYS) and not (isinstance(held, numpy.ndarray) and held.dtype.hasobject)
+
+
+def is_read_only(held: Any) -> bool:
+    """Whether nobody can write to an array through this."""
+    return not held.flags.writeable if isinstance(held, numpy.ndarray) else getattr(held, "readonly", False)
+
+
 __all__ = [
+    "ARRAYS",
     "VALUES",
     "by_kind",
     "hidden_tensors",
     "holds_only",
+    "is_numbers",
     "is_of_plain",
     "is_plain",
+    "is_read_only",
     "is_value",
     "key_name",
     "members",

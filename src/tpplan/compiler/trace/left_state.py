@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat.dtensors import local_of
-from tpplan.compiler.ir.hidden import rows_in
+from tpplan.compiler.ir.hidden import is_numbers, rows_in
 from tpplan.compiler.trace.slots import FEW, ITEMS, LENGTH, Slots, slots_of
 from tpplan.compiler.trace.surroundings import Surroundings
-from tpplan.compiler.trace.watched_state import WatchedCount, WatchedDeque, WatchedList, WatchedNumber
-from tpplan.state.parts import counted, stored_as, stored_in
+from tpplan.compiler.trace.watched_state import WatchedArray, WatchedCount, WatchedDeque, WatchedList, WatchedNumber
+from tpplan.state.parts import counted, parts, stored_as, stored_in
 
 State = ChainMap[str, Any]
 
@@ -47,10 +47,14 @@ def described(slots: Slots) -> State:
 
 
 def _described(held: Any) -> tuple[object, object]:
+    if isinstance(held, WatchedArray):
+        return _described(held.array)
     if isinstance(held, WatchedNumber):
         return (type(held.number).__name__, held.number)
     if isinstance(held, count):
         return ("count", counted(held))
+    if is_numbers(held):
+        return (type(held).__name__, parts(held))
     if not isinstance(held, Tensor):
         return (type(held).__name__, held)
     if held.is_meta or held.numel() > FEW or held.layout is not torch.strided or held.is_quantized:
@@ -88,7 +92,7 @@ def _state(slots: Slots, tell: Callable[[Any], object], cached: bool = True) -> 
 
 
 def _told(held: Any) -> object:
-    if not isinstance(held, (Tensor, WatchedNumber, count)):
+    if not (isinstance(held, (Tensor, WatchedNumber, WatchedArray, count)) or is_numbers(held)):
         return held
     kind, content = _described(held)
     return content if isinstance(kind, str) else None
@@ -137,6 +141,8 @@ def watch(model: nn.Module, around: Surroundings, names: set[str], note: Callabl
             slot.put(_watched(slot.counted, functools.partial(note, name.removesuffix(LENGTH))))
         elif type(slot.value) in (int, float) and slot.setter is not None and not name.endswith(LENGTH):
             slot.put(WatchedNumber(slot.value, name, note))
+        elif is_numbers(slot.value) and slot.setter is not None:
+            slot.put(WatchedArray(slot.value, name, note))
         elif type(slot.value) is count and slot.setter is not None:
             start, *step = counted(slot.value)
             slot.put(WatchedCount(WatchedNumber(start, name, note), *step))

@@ -28,7 +28,7 @@ from tpplan.compiler.trace.skeleton import Skeleton
 from tpplan.compiler.trace.slots import Slots, slots_of
 from tpplan.compiler.trace.surroundings import Surroundings, cached_tensors
 from tpplan.compiler.trace.tensor_classes import Wrapped
-from tpplan.compiler.trace.watched_state import WatchedNumber
+from tpplan.compiler.trace.watched_state import WatchedArray, WatchedNumber
 
 _TABLES = frozenset(("_parameters", "_buffers", "_modules"))
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -174,7 +174,7 @@ def _objects(
     name by which modules were passed it.
     """
     for path, held in leaves(result):
-        if not (isinstance(held, (Tensor, WatchedNumber)) or is_plain(held)):
+        if not (isinstance(held, (Tensor, WatchedArray, WatchedNumber)) or is_plain(held)):
             name = named.get(id(held), ("",))[0]
             yield path if path[:1] in {(each,) for each in names} else (name,) if name in names else (), held
 

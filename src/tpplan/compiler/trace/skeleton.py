@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import count
 from types import CellType, FunctionType, GeneratorType
 from typing import Any, NoReturn, cast
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +97,7 @@ def _buffers(
     return tuple((memo[key], tuple(held)) for key, held in names.items())
 
 
-def _copied(modules: list[nn.Module], memo: dict[int, Any], functions: list[FunctionType]) -> nn.Module:
+def _copied(modules: list[nn.Module], memo: dict[int, Any], functions: list[Any]) -> nn.Module:
     """A deep copy of the first of `modules`, of which the others are the descendants.
 
     As `copy.deepcopy` does it, which would spend nearly all of its time on numbers, names and empty tables of hooks.
@@ -108,7 +109,7 @@ def _copied(modules: list[nn.Module], memo: dict[int, Any], functions: list[Func
         if type(state) is dict:
             states[module] = state  # pyright: ignore[reportUnknownArgumentType]
             memo[id(module)] = type(module).__new__(type(module))
-    _fill_closures(functions, memo)
+    _fill(functions, memo)
     for module, state in reversed(states.items()):
         copied = {name: held if type(held) in _PLAIN else _duplicate(held, memo) for name, held in state.items()}
         memo[id(module)].__setstate__(copied)
@@ -130,6 +131,9 @@ def _duplicate(held: Any, memo: dict[int, Any]) -> object:
         return found
     if kind is count:
         memo[id(held)] = count(*counted(held))
+        return memo[id(held)]
+    if kind is memoryview and not held.readonly:
+        memo[id(held)] = memoryview(bytearray(held.tobytes())).cast(held.format, held.shape)
         return memo[id(held)]
     if kind in _TABLES and not held and not getattr(held, "__dict__", None):
         memo[id(held)] = kind()
@@ -164,6 +168,16 @@ def _duplicate_around(held: Any, memo: dict[int, Any]) -> object:
     return memo[id(held)]
 
 
+class _Reference(ReferenceType[Any]):
+    """A copy of a weak reference, which keeps the copy of what it refers to."""
+
+    __slots__ = ("kept",)
+    kept: Any
+
+    def __call__(self) -> Any:
+        return self.kept
+
+
 class _Untaken:
     """What stands for a generator, of which there is no copy: what is taken of it, later calls don't get."""
 
@@ -179,8 +193,11 @@ class _Untaken:
     send = __next__
 
 
-def _memoise_contents(modules: list[nn.Module], memo: dict[int, Any]) -> list[FunctionType]:
-    """Note copies of what `copy.deepcopy` would keep: numbers of tensors, functions; returns those with closures."""
+def _memoise_contents(modules: list[nn.Module], memo: dict[int, Any]) -> list[Any]:
+    """Note copies of what `copy.deepcopy` would keep, numbers of tensors among it; returns those that are to be filled.
+
+    These are functions with closures, and weak references.
+    """
     waiting: list[Any] = [
         held
         for module in modules
@@ -190,8 +207,8 @@ def _memoise_contents(modules: list[nn.Module], memo: dict[int, Any]) -> list[Fu
     return _memoise(waiting, {id(module) for module in modules}, memo)
 
 
-def _memoise(waiting: list[Any], seen: set[int], memo: dict[int, Any]) -> list[FunctionType]:
-    functions: list[FunctionType] = []
+def _memoise(waiting: list[Any], seen: set[int], memo: dict[int, Any]) -> list[Any]:
+    found: list[Any] = []
     while waiting:
         held = waiting.pop()
         if is_plain(held) or id(held) in seen:
@@ -201,24 +218,32 @@ def _memoise(waiting: list[Any], seen: set[int], memo: dict[int, Any]) -> list[F
             if id(held) not in memo:
                 memo[id(held)] = _to_meta(held)
             continue
+        if cast("Any", type(held)) is ReferenceType:
+            memo[id(held)] = _Reference(_Reference)
+            found.append(held)
+            waiting.append(held())
         if isinstance(held, FunctionType) and (held.__closure__ or "<" in held.__qualname__):  # of no name elsewhere
             memo[id(held)] = _without_closure(held, memo)
-            functions.append(held)
+            found.append(held)
         waiting.extend(inner for _, inner in members(held))
-    return functions
+    return found
 
 
 def transplanted(held: Any, twins: Mapping[nn.Module, nn.Module]) -> object:
     """A copy of a function or object of a model for its skeleton: what it says of a module, it says of its twin."""
     memo: dict[int, Any] = {id(module): twin for module, twin in twins.items()}
     functions = _memoise([held], set(), memo)
-    _fill_closures(functions, memo)
+    _fill(functions, memo)
     return _duplicate(held, memo)
 
 
-def _fill_closures(functions: list[FunctionType], memo: dict[int, Any]) -> None:
-    for held in functions:
+def _fill(copied: list[Any], memo: dict[int, Any]) -> None:
+    for held in copied:
         made = memo[id(held)]
+        if not isinstance(held, FunctionType):
+            kept = held()
+            made.kept = memo.get(id(kept), kept) if isinstance(kept, nn.Module) else _duplicate(kept, memo)
+            continue
         made.__defaults__ = _duplicate(held.__defaults__, memo)
         made.__kwdefaults__ = _duplicate(held.__kwdefaults__, memo)
         vars(made).update(_duplicate(vars(held), memo))

@@ -24,14 +24,34 @@ from itertools import chain, count, repeat
 from operator import is_
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple, cast
+from weakref import ReferenceType
 
+import numpy
 from torch import Tensor, nn
 
 from tpplan.compat.hooks import hooks_of
 from tpplan.compat.modules import named_modules, own_buffers
-from tpplan.compiler.ir.hidden import VALUES, by_kind, is_plain, is_value, key_name, members, rows_in, shown_items
-from tpplan.compiler.trace.surroundings import Contents, Space, Surroundings, holds_the_same, is_filled
-from tpplan.compiler.trace.watched_state import WatchedDeque, WatchedList, WatchedNumber
+from tpplan.compiler.ir.hidden import (
+    VALUES,
+    by_kind,
+    is_numbers,
+    is_plain,
+    is_read_only,
+    is_value,
+    key_name,
+    members,
+    rows_in,
+    shown_items,
+)
+from tpplan.compiler.trace.surroundings import (
+    Contents,
+    Space,
+    Surroundings,
+    cached_objects,
+    holds_the_same,
+    is_filled,
+)
+from tpplan.compiler.trace.watched_state import WatchedArray, WatchedDeque, WatchedList, WatchedNumber
 from tpplan.state.parts import MemberSlot, attributes, attributes_of, has_attributes, stored_as, stored_in
 from tpplan.state.parts import slots_of as member_slots
 
@@ -39,7 +59,7 @@ FEW = 1000  # items of a container that are told apart
 LENGTH = " (its length)"
 ORDER = " (its order)"
 ITEMS = " (its items)"
-_MOVING = (Tensor, WatchedNumber, count)
+_MOVING = (Tensor, WatchedNumber, WatchedArray, count)
 _UNSET = object()
 _DEFAULTS, _CONTENTS = operator.attrgetter("__defaults__", "__kwdefaults__"), operator.attrgetter("cell_contents")
 _STOCK = frozenset(vars(nn.Module())) | {"forward"}
@@ -83,7 +103,9 @@ class SlotGroup(dict[str, Slot]):
     @functools.cached_property
     def moving(self) -> dict[str, Slot]:
         """Those whose numbers may be others though the container holds the same."""
-        return {name: slot for name, slot in self.items() if isinstance(slot.value, _MOVING)}
+        return {
+            name: slot for name, slot in self.items() if isinstance(slot.value, _MOVING) or is_numbers(slot.value)
+        }
 
     def told(self, tell: Callable[[Any], object]) -> dict[str, Any]:
         """What is told of the rest, which is asked once."""
@@ -148,6 +170,9 @@ def slots_of(model: nn.Module, around: Surroundings) -> Slots:
     for prefix, module in modules:
         for number, hook in enumerate(hooks_of(module)):
             own.collect(hook_name(prefix, number), hook)
+    for cache in around.caches.values():
+        for place, kept in enumerate(cached_objects(cache)):
+            own.collect(f"what {cache.__qualname__} has returned[{place}]", kept)
     found = own.slots()
     for cache in around.caches.values():
         found[f"the cache of {cache.__qualname__}"] = Slot(cache.cache_info().currsize, cached=True)
@@ -265,15 +290,17 @@ class _Collector:
     ) -> None:
         """Note what `item`, which `holder` has at `key`, is or holds."""
         held = cast("Any", item)
-        if is_plain(held) or isinstance(held, (*VALUES, *_MOVING)):
-            self.found[name] = Slot(held, holder, key, setter, None, self.outside)
+        numbers = is_numbers(held)
+        if numbers or is_plain(held) or isinstance(held, (*VALUES, *_MOVING)):
+            if not (numbers and is_read_only(held)):
+                self.found[name] = Slot(held, holder, key, setter, None, self.outside)
             return
         if id(held) in self.groups or isinstance(held, (nn.Module, type)):
             return
         kind: Any = type(item)
         stored = stored_as(kind)
         home = str(getattr(held if kind is FunctionType else kind, "__module__", "")).partition(".")[0]
-        if home in ("torch", "tpplan") and kind not in (WatchedList, WatchedDeque):
+        if home in ("torch", "tpplan") and not issubclass(kind, (WatchedList, WatchedDeque, ReferenceType)):
             return  # what torch keeps is no state of the model
         outer, self.found = self.found, self.groups.setdefault(id(held), SlotGroup())
         if stored is not None:
@@ -293,6 +320,8 @@ class _Collector:
             self.containers.append(held)
         if issubclass(kind, defaultdict):
             self.looks.append(lambda: [held.default_factory])
+        if issubclass(kind, numpy.ndarray):
+            self.looks.append(lambda: held.ravel().tolist())
         if kind is ContextVar:
             self.looks.append(lambda: [held.get(_UNSET)])
         elif kind is FunctionType:
@@ -324,6 +353,8 @@ class _Collector:
                 self.containers += [row for row in rows if self._keeps and type(row) is not tuple]
                 return
         put: Setter | None = getattr(stored, "__setitem__", None)
+        if stored is tuple and at.setter is not None:
+            put = functools.partial(_put_in_tuple, at, [*items])
         for place, (key, inner) in enumerate(zip(range(size) if keys is None else keys, items, strict=True)):
             if size > FEW and is_value(inner):
                 continue
@@ -343,6 +374,11 @@ class _Collector:
             for leaf, inner in named.items():
                 self.collect(f"{name}.__kwdefaults__[{leaf!r}]", inner, named, leaf, operator.setitem)
             self._look_into_attributes(name, held)
+        elif issubclass(kind, numpy.ndarray):
+            for place, inner in enumerate(held.ravel().tolist()):
+                self.collect(f"{name}[{place}]", inner, held.flat, place, operator.setitem)
+        elif issubclass(kind, ReferenceType):
+            self.collect(f"{name}()", held())
         elif kind is ContextVar:
             self.collect(f"{name}.get()", held.get(_UNSET), held, None, _put_variable)
         else:
@@ -371,6 +407,13 @@ def _told(items: list[Any]) -> tuple[Any, ...]:
     named = {kind: kind for kind in map(type, rows)}
     told = map(named.get, map(type, leaves), leaves)
     return (*map(len, rows), *chain.from_iterable(tables), *told) if rows else tuple(items)
+
+
+def _put_in_tuple(at: Slot, items: list[Any], held: Any, place: int, value: object) -> None:
+    """Put another tuple in the place of one, `at`, that holds something else."""
+    items[place] = value
+    made: Any = getattr(held, "_make", cast("Any", type(held)))
+    at.put(made(items))
 
 
 def _put_attribute(holder: Any, name: str, value: object) -> None:

@@ -14,11 +14,11 @@ import copy
 import dis
 import functools
 import gc
+import logging
 import os
 import random
 import sys
 import threading
-from array import array
 from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
@@ -28,16 +28,17 @@ from itertools import chain, count, repeat
 from operator import is_
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, WeakValueDictionary
 
+import numpy
 import torch
 from torch import Tensor, nn
 
 from tpplan.compat.generators import random_state, set_random_state
 from tpplan.compat.hooks import global_hooks, hooks_of
 from tpplan.compat.modules import named_modules
-from tpplan.compat.tensors import storage_key
-from tpplan.compiler.ir.hidden import VALUES, hidden_tensors, rows_in
+from tpplan.compat.tensors import as_bytes, storage_key
+from tpplan.compiler.ir.hidden import ARRAYS, VALUES, hidden_tensors, is_numbers, is_read_only, is_value, rows_in
 from tpplan.state.parts import (
     FACTORY,
     attributes_of,
@@ -57,16 +58,25 @@ _OURS = ("torch", "tpplan", "builtins")
 _SCALARS = frozenset((bool, int, float, str, type(None)))
 CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict))
 _WRITTEN = (
-    *(functools.partial, MethodType, SimpleNamespace, threading.local, ContextVar, count),
+    *(
+        functools.partial,
+        MethodType,
+        SimpleNamespace,
+        threading.local,
+        ContextVar,
+        count,
+        ReferenceType,
+        logging.Logger,
+    ),
     *(UserDict, UserList, ChainMap, WeakKeyDictionary, WeakValueDictionary, WeakSet),
 )
 _PLAIN_ATTRIBUTES = frozenset((*_SCALARS, OrderedDict, torch.dtype, torch.device, Tensor))
 _STOCK = frozenset(vars(nn.Module()))
 _BARE = frozenset((tuple, list, deque, set, frozenset, dict))  # without attributes
 _CODE = (type, FunctionType, nn.Module, _CACHE)
-_NUMBERS = frozenset("?bBhHiIlLqQefd")
 _LARGEST = 1 << 16
 _MOST = 256
+_NO_STATE = (type, Tensor, nn.Module, ModuleType, FunctionType)
 
 
 class Space:
@@ -128,8 +138,8 @@ def _views(held: Iterable[Any]) -> Iterator[Any]:
 class _Noted:
     """What stands in some spaces, and how to put it back."""
 
-    def __init__(self, spaces: list[tuple[str, Space]]) -> None:
-        """Look, and remember."""
+    def __init__(self, spaces: list[tuple[str, Space]], caches: Iterable[Cache] = ()) -> None:
+        """Look, and remember; also what further `caches` have returned."""
         self.spaces = spaces
         self.remembered: dict[object, Any] = {}
         self.caches = [*_caches_of(spaces)]
@@ -147,7 +157,8 @@ class _Noted:
             for held in values.values():
                 self._note(held)
         self.own_functions = [function for function in self.functions() if not is_library(function.__module__)]
-        for held in (*self.functions(), *self._named()):
+        kept = (result for cache in (*caches, *self.caches) for result in cached_objects(cache))
+        for held in (*self.functions(), *self._named(), *kept):
             self._note(held)
         self._contents = Contents(held for held, _, _ in self._stores)
 
@@ -175,7 +186,7 @@ class _Noted:
                     continue
                 if not item.is_meta and item.numel() <= _LARGEST:
                     self._tensors.append((item, (item._version, item.detach().clone())))
-                elif not item.is_meta and type(item) in (Tensor, nn.Parameter) and item.layout is torch.strided:
+                elif not item.is_meta and _is_dense(item):
                     self.large[storage_key(item)] = item
                 continue
             if stored is not None:
@@ -216,14 +227,18 @@ class _Noted:
             return state
         if issubclass(kind, MethodType):
             return held.__self__, held.__func__
+        if issubclass(kind, ReferenceType):
+            return (held(),)
         if issubclass(kind, ContextVar):
             with suppress(LookupError):  # it was never set
                 before: Any = held.get()
                 self._undo.append(lambda: held.get() is before or held.set(before))
-        elif issubclass(kind, (bytearray, array)) or hasattr(kind, "__array_interface__"):
-            with suppress(TypeError, ValueError, BufferError), memoryview(held) as view:  # of dates there is none
-                if view.format in _NUMBERS and view.contiguous and not view.readonly:
-                    self._undo.append(functools.partial(_put_numbers, held, copy.copy(held), view.nbytes))
+        elif issubclass(kind, memoryview):
+            return (held.obj,)
+        elif issubclass(kind, ARRAYS):
+            if not is_read_only(held):
+                self._undo.append(functools.partial(_put_numbers, held, copy.copy(held)))
+            return [] if is_numbers(held) else held.ravel().tolist()
         elif self._is_written(kind):
             slots = slots_of(kind)
             named = {slot: slot.get(held) for slot in slots if slot.is_set(held)}
@@ -241,7 +256,7 @@ class _Noted:
         return {name: held for name, held in names.items() if kinds[type(held)] and not name.startswith(inner)}
 
     def _may_be_written(self, kind: type) -> bool:
-        if kind in _SCALARS or issubclass(kind, (Tensor, tuple, *VALUES, *CONTAINERS, *_WRITTEN)):
+        if kind in _SCALARS or issubclass(kind, (Tensor, tuple, *VALUES, *ARRAYS, *CONTAINERS, *_WRITTEN)):
             return True
         has_state = kind.__dictoffset__ != 0 or bool(slots_of(kind))  # pyright: ignore
         return kind.__module__ in self._files and has_state and not issubclass(kind, _CODE)
@@ -267,10 +282,12 @@ class _Noted:
                     space.set(name, held)
         if not self._contents.are_same() or any(counted(made) != start for _, start, made in self._counts.values()):
             self._put_contents_back()
-        for held, (version, numbers) in self._tensors:
-            if held._version != version:
-                with torch.no_grad():
+        with torch.no_grad():
+            for held, (version, numbers) in self._tensors:
+                if held._version != version:
                     held.copy_(numbers)
+                elif _is_dense(held) and not torch.equal(as_bytes(held), as_bytes(numbers)):
+                    held.data.copy_(numbers)  # it was written to in this way
         for undo in self._undo:
             undo()
 
@@ -290,12 +307,7 @@ class _Noted:
             now = stored_in(held)
             if _are_same(now[1], items) and _are_same(now[0] or (), keys or ()):
                 continue
-            stored = stored_as(cast("Any", type(held)))
-            stored.clear(held)
-            if keys is None:
-                (stored.update if stored is set else stored.extend)(held, items)
-            for item in zip(keys or (), items, strict=False):
-                stored.__setitem__(held, *item)  # pyright: ignore
+            _put_items(held, stored_as(cast("Any", type(held))), keys, items)
 
 
 class Surroundings:
@@ -308,7 +320,9 @@ class Surroundings:
         self.spaces, self.files, self.values = self._noted.spaces, self._noted.files, self._noted.values
         self.functions, self.large = self._noted.own_functions, self._noted.large
         self.remembered = self._noted.remembered  # of what was looked through once, by who has
-        self.caches = {id(cache): cache for cache in (*self._noted.caches, *_caches_in(model))}
+        own = [*_caches_in(model)]
+        self._kept = _Noted([], own) if own else None
+        self.caches = {id(cache): cache for cache in (*self._noted.caches, *own)}
         self._entries = {key: cache.cache_info() for key, cache in self.caches.items()}
         self._environment = dict(os.environ)
         self._random = generators()
@@ -349,11 +363,13 @@ class Surroundings:
         return [c for key, c in self.caches.items() if c.cache_info().misses != self._entries[key].misses]
 
     def restore(self) -> None:
-        """Put everything back; caches that the run has put tensors into are emptied."""
+        """Put everything back; caches that the run has put tensors into, or what may be written to, are emptied."""
         for cache in self.touched():
-            if cached_tensors(cache):
+            if cached_tensors(cache) or cached_objects(cache):
                 cache.cache_clear()
         self._noted.put_back()
+        if self._kept is not None:
+            self._kept.put_back()
         if dict(os.environ) != self._environment:
             os.environ.clear()
             os.environ.update(self._environment)
@@ -563,6 +579,18 @@ def cached_tensors(cache: Cache) -> list[Tensor]:
     return [tensor for _, tensor in hidden_tensors(held)]
 
 
+def cached_objects(cache: Cache) -> list[Any]:
+    """What a cache holds that is no tensor, and may be written to."""
+    if not cache.cache_info().currsize:
+        return []
+    held: list[Any] = gc.get_referents(cache)  # what a bounded one has returned stands before its table
+    table = [item for item in held if type(item) is dict and item is not vars(cache)][-1]  # pyright: ignore
+    found: list[Any] = held if cache.cache_parameters()["maxsize"] else [*table.values()]  # pyright: ignore
+    known = {*map(id, (cache.__wrapped__, table, vars(cache), *table))}  # pyright: ignore
+    known |= {id(item) for item in found if type(item) is object or isinstance(item, _NO_STATE) or is_value(item)}
+    return [item for item in found if id(item) not in known]
+
+
 def _put_defaults(function: FunctionType, defaults: Any, named: Any) -> None:
     if function.__defaults__ is not defaults:
         function.__defaults__ = defaults
@@ -580,10 +608,40 @@ def _has_state(held: Any, state: tuple[Any, ...]) -> bool:
     return _are_same(now, state)
 
 
-def _put_numbers(held: Any, kept: Any, size: int) -> None:
-    with memoryview(held) as view, memoryview(kept) as numbers:
-        if view.nbytes == size and view.tobytes() != numbers.tobytes():
-            view.cast("B")[:] = numbers.cast("B")  # pyright: ignore
+def _is_dense(held: Tensor) -> bool:
+    return type(held) in (Tensor, nn.Parameter) and held.layout is torch.strided and not held.is_quantized
+
+
+def _put_items(held: Any, stored: Any, keys: list[Any] | None, items: list[Any]) -> None:
+    """Let a container hold these items again; a thread that reads it meanwhile never finds it empty."""
+    if stored is list:
+        list.__setitem__(held, slice(None), items)
+    elif stored is deque:
+        for place, item in enumerate(items[: deque.__len__(held)]):
+            deque.__setitem__(held, place, item)
+        while deque.__len__(held) > len(items):
+            deque.pop(held)
+        deque.extend(held, items[deque.__len__(held) :])
+    elif keys is None:
+        set.update(held, items)
+        set.intersection_update(held, items)
+        if not _are_same([*set.__iter__(held)], items):  # in another order
+            set.clear(held)
+            set.update(held, items)
+    else:
+        for key, item in zip(keys, items, strict=True):
+            stored.__setitem__(held, key, item)
+        for key in [*(stored.keys(held) - dict.fromkeys(keys).keys())]:
+            stored.__delitem__(held, key)
+        if not _are_same(stored_in(held)[0] or (), keys):  # in another order
+            for key, item in zip(keys, items, strict=True):
+                stored.__delitem__(held, key)
+                stored.__setitem__(held, key, item)
+
+
+def _put_numbers(held: Any, kept: Any) -> None:
+    if held.tobytes() != kept.tobytes() if hasattr(held, "tobytes") else held != kept:
+        held[... if isinstance(held, numpy.ndarray) else slice(None)] = kept
 
 
 def _are_same(held: Sequence[Any], before: Sequence[Any]) -> bool:
@@ -616,6 +674,7 @@ __all__ = [
     "Contents",
     "Space",
     "Surroundings",
+    "cached_objects",
     "cached_tensors",
     "generators",
     "holds_the_same",
