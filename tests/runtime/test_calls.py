@@ -114,7 +114,51 @@ class Outer(nn.Module):
         return self.second(self.first(x))
 
 
+class Short(Mlp):
+    """A part that raises once it has computed something."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if x.shape[1] > 12:
+            raise ValueError("too long")
+        return y
+
+
+class Falls(Outer):
+    """Goes on without a part that raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Short()
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return super().forward(x)
+        except ValueError:
+            return self.second(x)
+
+
+class Tries(Mlp):
+    """Calls itself, which raises."""
+
+    def forward(self, x: Tensor, inside: bool = False) -> Tensor:
+        y = functional.gelu(self.up(x))
+        if inside:
+            raise ValueError("inside")
+        try:
+            self(x, inside=True)
+        except ValueError:
+            y = y + 1
+        return self.down(y)
+
+
 PAIR = {f"{half}.{name}": style for half in ("first", "second") for name, style in MLP.items()}
+
+
+@pytest.mark.parametrize(("kind", "rules"), [(Falls, PAIR), (Tries, MLP)])
+def test_what_a_part_raises_may_be_caught(kind: type[nn.Module], rules: dict[str, str]) -> None:
+    calls = [((x(length=length),), {}) for length in (12, 12, 13, 14, 12)]
+    assert max(worst(seeded(kind), rules, 2, EXAMPLE, calls)) < TOLERANCE
 
 
 def test_each_mode_has_a_program() -> None:

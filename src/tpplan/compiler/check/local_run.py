@@ -541,7 +541,7 @@ class _LocalBoundary:
 
     def stand_in(self, module: str, call: int, passed: Any) -> tuple[Any, Sequence[str]] | None:
         instance = self._instances.get((module, call))
-        if instance is None or not module:
+        if instance is None or not module or (module, call) not in self.given.results:  # it raises, and is caught
             return None
         decided = self._decided.get((module, call))
         replaced = decided is not None and decided.normed is not None

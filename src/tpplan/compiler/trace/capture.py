@@ -400,6 +400,7 @@ def _record_call(
             recorder.frames.pop()
             partial = Frame(name, call, tuple(inward.crossings), (), tuple(frame.body))
             recorder.frames[-1].body.append(partial)
+            recorder.steps.left(frame)  # whoever catches it goes on from there
             state.failed = state.failed or partial
             raise
         recorder.frames.pop()
