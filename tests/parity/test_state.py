@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import array
 import collections
 import contextlib
@@ -468,6 +469,8 @@ ARRAY, OBJECTS, BYTES, NUMBERS = (
     array.array("d", [0]),
 )
 VIEW, NAMED_ARRAY = memoryview(bytearray(2))[1:], Pair(numpy.zeros(1))
+OPTIONS = argparse.Namespace(count=0)
+ADAPTER: Any = logging.LoggerAdapter(logging.getLogger(__name__), {"count": 0})
 LOGGER: Any = logging.getLogger(__name__)
 REFERENCE: Any = referred()
 FRACTION, NUMPYS, HALVES = fractions.Fraction(0), {"count": numpy.int64(0)}, itertools.count(fractions.Fraction(1, 2))
@@ -511,6 +514,8 @@ PLACES: dict[str, tuple[Callable[[], int], Callable[[int], object]]] = {
     "an array in a tuple": (lambda: NAMED_ARRAY.rows[0], lambda n: NAMED_ARRAY.rows.__setitem__(0, n)),
     "behind a weak reference": (lambda: REFERENCE().total, lambda n: setattr(REFERENCE(), "total", n)),
     "a logger's attribute": (lambda: LOGGER.count, lambda n: setattr(LOGGER, "count", n)),
+    "a library's namespace": (lambda: OPTIONS.count, lambda n: setattr(OPTIONS, "count", n)),
+    "what a logger is given": (lambda: ADAPTER.extra["count"], lambda n: ADAPTER.extra.update(count=n)),
     "what a cache has returned": (lambda: cached_row()[0], lambda n: cached_row().__setitem__(0, n)),
     "what a bounded cache has returned": (lambda: kept_row()[0], lambda n: kept_row().__setitem__(0, n)),
 }
@@ -518,6 +523,7 @@ PLACES: dict[str, tuple[Callable[[], int], Callable[[int], object]]] = {
 
 # Nobody can put another number there, or one that is watched.
 UNWATCHED = {"what a partial is given anew", "a fraction", "a number of numpy's"}
+UNWATCHED |= {"what a cache has returned", "what a bounded cache has returned"}
 
 
 def test_a_slot_that_a_forward_fills_is_emptied_again() -> None:

@@ -58,7 +58,7 @@ Single.one = Single()
 KEYS: list[Any] = [Key(), Key(), Key()]
 KEYED, TOLD, QUEUE, ROWS = dict[Any, Any].fromkeys(KEYS), set[Any](KEYS[:1]), collections.deque([3], 2), [3]
 Key.tables += [KEYED, TOLD]
-SMALL = torch.zeros(3)
+SMALL, SIZED, GROWN = torch.zeros(3), np.ones(3), bytearray(2)
 SLOTTED = Slotted()
 DATES = np.array(["2026-01-01"], dtype="datetime64[D]")  # which shows nobody its memory
 
@@ -126,6 +126,10 @@ def by_dates() -> None:
     DATES[0] += 1
 
 
+def by_size() -> None:
+    GROWN.append(1)
+
+
 def by_order() -> None:
     KEYED[KEYS[0]] = KEYED.pop(KEYS[0])
 
@@ -152,6 +156,7 @@ SEEN: dict[Callable[[], object], Callable[[], object]] = {
     by_environment: lambda: os.environ.get("TESTS_COUNT"),
     by_data: lambda: (SMALL.tolist(), SMALL._version),
     by_dates: lambda: DATES.tolist(),
+    by_size: lambda: bytes(GROWN),
     by_order: lambda: [*KEYED.items()],
     by_other_items: lambda: ([*KEYED.items()], [*TOLD], [*QUEUE], [*ROWS], Key.missed),
 }
@@ -184,6 +189,14 @@ def test_what_a_capture_changes_is_put_back(count: Callable[[], object]) -> None
     before = SEEN[count]()
     tpplan.compile_plan(counting(count), PLAN, 2, (torch.ones(2, 4, 8),))
     assert SEEN[count]() == before
+
+
+def test_an_array_of_another_size_is_put_back() -> None:
+    with pytest.raises(tpplan.CompileError, match=r"TP129.*`tests\.runtime\.test_put_back\.SIZED`"):
+        tpplan.compile_plan(
+            counting(lambda: SIZED.resize(len(SIZED) + 1, refcheck=False)), PLAN, 2, torch.ones(2, 4, 8)
+        )
+    assert SIZED.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("write", [lambda: BANK.add_(1), lambda: BANK.data[2:4].fill_(1)], ids=["whole", "part"])

@@ -189,7 +189,7 @@ class _Written:
         self._require(f"len({{*map(id, tensors)}}) == {len(self._tensors)}")  # one tensor twice is another call
         self._require(f"{{*map(type, lengths := [{', '.join(self._numbers)}])}} <= {self._named({int})}")
         if self._classes:  # of the user's, which may have flags of their own
-            self._require(f"{self._named(Flat(self._classes, ()))}.is_same()")
+            self._require(f"{self._named(Flat(self._classes, {}))}.is_same()")
         source = ["def read(held):", *self._lines, "return (*map(shape, tensors), *lengths)"]
         exec("\n ".join(source), self._constants)  # of names and structure alone, none of which is the caller's text
         return cast("Reader", self._constants["read"])

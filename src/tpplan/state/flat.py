@@ -12,11 +12,12 @@ from __future__ import annotations
 import functools
 import os
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from types import CellType, FunctionType, MappingProxyType
 from typing import Any, cast
+from weakref import ReferenceType
 
 from torch import Tensor, nn
 
@@ -82,7 +83,7 @@ class Flat:
     def __init__(
         self,
         held: Iterable[Any],
-        modules: Container[nn.Module],
+        modules: Mapping[nn.Module, str],
         names: Mapping[Any, Sequence[str]] = MappingProxyType({}),
     ) -> None:
         """Look.
@@ -143,7 +144,8 @@ class Flat:
 class _Found:
     """All that can be written to in some objects, by how it is compared."""
 
-    def __init__(self, held: Iterable[Any], modules: Container[nn.Module]) -> None:
+    def __init__(self, held: Iterable[Any], modules: Mapping[nn.Module, str]) -> None:
+        self._modules = modules
         self.tables: list[dict[Any, Any]] = []
         self.objects: list[Any] = []
         self.rows: list[Any] = []
@@ -199,6 +201,9 @@ class _Found:
             self.cells.append(cell)
 
     def _object(self, item: Any) -> Iterable[Any]:
+        if isinstance(item, ReferenceType):  # what is kept of it must not keep what it refers to
+            self.others.append(lambda: [Reader(self._modules)(item())])
+            return ()
         try:
             inner = parts(item)
         except UnseenError:
@@ -211,7 +216,7 @@ class _Found:
             self.objects.append(item)
         if isinstance(item, Tensor) and (is_constant(item) or is_small(item)):
             if "nan" in str(numbers(item)):  # no list of it equals another
-                self.others.append(lambda: [numbers(item)])
+                self.others.append(lambda: _told(item))
             else:
                 self.tensors.append(item)
         if isinstance(item, dict):
@@ -231,6 +236,11 @@ def _numbers(tensors: list[Tensor]) -> list[object]:
     """What tensors hold: writing through `.data`, or to an array that shares their memory, tells no version."""
     with Unwatched():
         return [cast("Any", tensor).tolist() for tensor in tensors]
+
+
+def _told(tensor: Tensor) -> list[object]:
+    with Unwatched():
+        return [numbers(tensor)]
 
 
 def _size(space: Sized) -> Iterable[object]:

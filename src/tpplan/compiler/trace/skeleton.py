@@ -175,7 +175,7 @@ class _Reference(ReferenceType[Any]):
     kept: Any
 
     def __call__(self) -> Any:
-        return self.kept
+        return self.kept() if isinstance(self.kept, ReferenceType) else self.kept  # pyright: ignore
 
 
 class _Untaken:
@@ -218,7 +218,7 @@ def _memoise(waiting: list[Any], seen: set[int], memo: dict[int, Any]) -> list[A
             if id(held) not in memo:
                 memo[id(held)] = _to_meta(held)
             continue
-        if cast("Any", type(held)) is ReferenceType:
+        if cast("Any", type(held)) in (ReferenceType, _Reference):
             memo[id(held)] = _Reference(_Reference)
             found.append(held)
             waiting.append(held())
@@ -242,7 +242,8 @@ def _fill(copied: list[Any], memo: dict[int, Any]) -> None:
         made = memo[id(held)]
         if not isinstance(held, FunctionType):
             kept = held()
-            made.kept = memo.get(id(kept), kept) if isinstance(kept, nn.Module) else _duplicate(kept, memo)
+            outside = isinstance(kept, nn.Module) and id(kept) not in memo
+            made.kept = held if outside else _duplicate(kept, memo)
             continue
         made.__defaults__ = _duplicate(held.__defaults__, memo)
         made.__kwdefaults__ = _duplicate(held.__kwdefaults__, memo)

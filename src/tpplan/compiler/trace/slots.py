@@ -170,11 +170,12 @@ def slots_of(model: nn.Module, around: Surroundings) -> Slots:
     for prefix, module in modules:
         for number, hook in enumerate(hooks_of(module)):
             own.collect(hook_name(prefix, number), hook)
-    for cache in around.caches.values():
-        for place, kept in enumerate(cached_objects(cache)):
-            own.collect(f"what {cache.__qualname__} has returned[{place}]", kept)
     found = own.slots()
     for cache in around.caches.values():
+        kept = _Collector()  # which changes are seen of: what calls make of it, nobody follows
+        for place, held in enumerate(cached_objects(cache)):
+            kept.collect(f"what {cache.__qualname__} has returned[{place}]", held)
+        found |= {name: slot._replace(setter=None, outside=True) for name, slot in kept.slots().items()}
         found[f"the cache of {cache.__qualname__}"] = Slot(cache.cache_info().currsize, cached=True)
     return Slots(found, _outside(around).without(own.groups.keys()))
 
@@ -378,7 +379,7 @@ class _Collector:
             for place, inner in enumerate(held.ravel().tolist()):
                 self.collect(f"{name}[{place}]", inner, held.flat, place, operator.setitem)
         elif issubclass(kind, ReferenceType):
-            self.collect(f"{name}()", held())
+            self.collect(name, held())
         elif kind is ContextVar:
             self.collect(f"{name}.get()", held.get(_UNSET), held, None, _put_variable)
         else:

@@ -10,6 +10,7 @@ a cache, a counter that is one too high.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dis
 import functools
@@ -58,16 +59,8 @@ _OURS = ("torch", "tpplan", "builtins")
 _SCALARS = frozenset((bool, int, float, str, type(None)))
 CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict))
 _WRITTEN = (
-    *(
-        functools.partial,
-        MethodType,
-        SimpleNamespace,
-        threading.local,
-        ContextVar,
-        count,
-        ReferenceType,
-        logging.Logger,
-    ),
+    *(functools.partial, MethodType, SimpleNamespace, argparse.Namespace, threading.local, ContextVar, count),
+    *(ReferenceType, logging.Logger, logging.LoggerAdapter),
     *(UserDict, UserList, ChainMap, WeakKeyDictionary, WeakValueDictionary, WeakSet),
 )
 _PLAIN_ATTRIBUTES = frozenset((*_SCALARS, OrderedDict, torch.dtype, torch.device, Tensor))
@@ -640,6 +633,8 @@ def _put_items(held: Any, stored: Any, keys: list[Any] | None, items: list[Any])
 
 
 def _put_numbers(held: Any, kept: Any) -> None:
+    if getattr(held, "shape", None) != getattr(kept, "shape", None):
+        held.resize(kept.shape, refcheck=False)
     if held.tobytes() != kept.tobytes() if hasattr(held, "tobytes") else held != kept:
         held[... if isinstance(held, numpy.ndarray) else slice(None)] = kept
 
