@@ -17,6 +17,7 @@ from tpplan.api import suggest_text
 from tpplan.compat.process_groups import fake_process_group
 from tpplan.compiler.trace.choices import found_count
 from tpplan.parity import verify_program
+from tpplan.plan import CompileError
 from tpplan.report.program_page import render_program
 from tpplan.runtime.parameters.handed_out import OnceReader
 
@@ -90,6 +91,26 @@ def of_all(experts: nn.ModuleList, x: Tensor, weights: Tensor, chosen: Tensor) -
     return out
 
 
+def of_sorted(experts: nn.ModuleList, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Tokens are sorted by expert, and sliced by how many each gets, as in DeepSeek's `moe_infer`."""
+    counts = chosen.new_zeros((chosen.shape[0], len(experts)))
+    counts.scatter_(1, chosen, 1)
+    order = chosen.view(-1).argsort()
+    tokens = x[order // chosen.shape[1]]
+    outputs: list[Tensor] = []
+    start = 0
+    for number, count in enumerate(counts.sum(dim=0).cpu().numpy()):
+        end = start + count
+        if count == 0:
+            continue
+        outputs.append(experts[number](tokens[start:end]))
+        start = end
+    made = torch.cat(outputs, dim=0) if len(outputs) else tokens.new_empty(0)
+    placed = torch.empty_like(made)
+    placed[order] = made
+    return placed.view(*chosen.shape, -1).mul_(weights.unsqueeze(dim=-1)).sum(dim=1)
+
+
 class Mixture(nn.Module):
     def __init__(self, dispatch: Dispatch, bias: bool) -> None:
         super().__init__()
@@ -115,7 +136,7 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("plan", [PLAN, SEQUENCE], ids=["tp", "sequence"])
-@pytest.mark.parametrize("dispatch", [of_hit, of_each, of_any, of_scatter, of_all])
+@pytest.mark.parametrize("dispatch", [of_hit, of_each, of_any, of_scatter, of_all, of_sorted])
 @pytest.mark.one_in(3)
 def test_experts_take_one_reduction_each_way(dispatch: Dispatch, plan: dict[str, Any], bias: bool) -> None:
     model = Block(dispatch, bias)
@@ -130,7 +151,7 @@ def test_experts_take_one_reduction_each_way(dispatch: Dispatch, plan: dict[str,
     assert report.ok, report.problems
 
 
-@pytest.mark.parametrize("dispatch", [of_hit, of_any])
+@pytest.mark.parametrize("dispatch", [of_hit, of_any, of_sorted])
 @pytest.mark.parametrize("size", [2, 4])
 def test_tokens_that_all_go_to_the_same_experts(dispatch: Dispatch, size: int) -> None:
     """The trace calls all of them; experts that aren't called have no gradient, on no rank."""
@@ -142,8 +163,9 @@ def test_tokens_that_all_go_to_the_same_experts(dispatch: Dispatch, size: int) -
 
 
 @pytest.mark.processes
-def test_on_processes() -> None:
-    report = tpplan.verify(Block(), PLAN, 2, ACTIVATIONS, processes=True)
+@pytest.mark.parametrize("dispatch", [of_hit, of_sorted])
+def test_on_processes(dispatch: Dispatch) -> None:
+    report = tpplan.verify(Block(dispatch), PLAN, 2, ACTIVATIONS, processes=True)
     assert report.ok, report.problems
 
 
@@ -183,16 +205,18 @@ def test_what_is_found_is_no_size_that_an_axis_divides() -> None:
     assert [found_count(n) for n in (1, 2, 3, 8, 96)] == [1, 2, 3, 7, 89]
 
 
-def test_collectives_of_experts_run_as_often_as_experts_are_hit() -> None:
+class Squashed(nn.ModuleList):
     """A function that isn't linear stands behind each expert, so that each has to reduce by itself."""
 
+    def __getitem__(self, number: Any) -> Any:
+        expert = super().__getitem__(number)
+        return lambda x: torch.tanh(expert(x))
+
+
+@pytest.mark.parametrize("dispatch", [of_hit, of_sorted])
+def test_collectives_of_experts_run_as_often_as_experts_are_hit(dispatch: Dispatch) -> None:
     def of_squashed(experts: nn.ModuleList, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(experts):
-            rows, place = torch.where(chosen == number)
-            if rows.shape[0]:
-                out = out.index_add(0, rows, torch.tanh(expert(x[rows])) * weights[rows, place, None])
-        return out
+        return dispatch(Squashed(experts), x, weights, chosen)
 
     model = Block(of_squashed)
     with torch.no_grad():
@@ -204,6 +228,18 @@ def test_collectives_of_experts_run_as_often_as_experts_are_hit() -> None:
     report = verify_program(model, program, (ACTIVATIONS, {}))
     assert report.ok, report.problems
     assert report.least.get("all-reduce", 0) < report.collectives["all-reduce"] < report.predicted["all-reduce"]
+
+
+def test_what_is_done_instead_of_an_empty_part_needs_the_same_reshards() -> None:
+    def of_others(experts: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        out = of_sorted(experts, x, weights, chosen)
+        for expert, count in zip(experts, functional.one_hot(chosen, EXPERTS).sum((0, 1)).tolist(), strict=True):
+            if count == 0:
+                out = out + expert.gate(x).softmax(-1).amax(-1, keepdim=True)
+        return out
+
+    with pytest.raises(CompileError, match="does something else where some of the numbers"):
+        tpplan.compile_plan(Block(of_others), PLAN, 2, ACTIVATIONS)
 
 
 def test_what_a_model_finds_elsewhere_leaves_its_collectives_counted_exactly() -> None:

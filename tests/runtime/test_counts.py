@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import tpplan
 from tests.compiler.toys import HIDDEN
 from tests.runtime.simulated import plan_of, worst
 from tpplan.compiler.pipeline import compile_call
@@ -52,12 +54,40 @@ def by_offsets(rows: Tensor, counts: list[int]) -> Any:
     return [rows[sum(counts[:i]) : sum(counts[: i + 1])] for i in range(len(counts))]
 
 
+def by_ends(rows: Tensor, counts: list[int]) -> Any:
+    """As in DeepSeek's first `moe_infer`."""
+    pieces: list[Tensor] = []
+    ends: Any = numpy.cumsum(numpy.array(counts, dtype=object))
+    for i, end in enumerate(ends):
+        start = 0 if i == 0 else ends[i - 1]
+        if start == end:
+            continue
+        pieces.append(rows[start:end])
+    return pieces
+
+
+def up_to_the_last(rows: Tensor, counts: list[int]) -> Any:
+    return [*rows[: sum(counts[:-1])].split(counts[:-1]), rows.T[..., sum(counts[:-1]) :].T]
+
+
 def of_some(rows: Tensor, counts: list[int]) -> Any:
     return rows.split(sorted(counts))
 
 
 def of_one(rows: Tensor, counts: list[int]) -> Any:
     return [rows[: counts[0]], *rows.split(counts)[1:]]
+
+
+def of_another(rows: Tensor, counts: list[int]) -> Any:
+    return [rows[: counts[1]], *rows.split(counts)[1:]]
+
+
+def unless_empty(rows: Tensor, counts: list[int]) -> Any:
+    return rows.softmax(-1).split(counts) if counts[0] == 0 else rows.split(counts)
+
+
+def unless_empty_and(rows: Tensor, counts: list[int]) -> Any:
+    return rows.split(counts) if counts[0] > 0 or rows.sum() > 0 else (-rows).split(counts)
 
 
 def in_a_loop(rows: Tensor, counts: list[int]) -> Any:
@@ -107,23 +137,40 @@ def call(seed: int, length: int = 12) -> tuple[tuple[Tensor, ...], dict[str, Any
     return (torch.randn(3, length, HIDDEN, dtype=torch.float64, generator=generator).requires_grad_(),), {}
 
 
-@pytest.mark.parametrize("split", [by_method, by_keyword, by_function])
+@pytest.mark.parametrize(
+    "split", [by_method, by_keyword, by_function, by_offsets, by_ends, without_empty, of_one, up_to_the_last]
+)
 def test_rows_are_split_by_other_numbers_in_each_call(split: Any) -> None:
     assert max(worst(model(split), RULES, 2, call(0), [call(seed) for seed in range(3)])) < TOLERANCE
 
 
-def test_some_get_no_rows_at_all() -> None:
+@pytest.mark.parametrize("split", [by_method, by_offsets, by_ends, without_empty, unless_empty])
+def test_some_get_no_rows_at_all(split: Any) -> None:
     calls = [call(seed, length=1) for seed in range(4)]
-    assert max(worst(model(), RULES, 4, calls[0], [*calls, call(0), call(1)])) < TOLERANCE
+    assert max(worst(model(split), RULES, 4, calls[0], [*calls, call(0), call(1)])) < TOLERANCE
 
 
-@pytest.mark.parametrize("split", [without_empty, unless_equal, by_offsets, of_some, of_one, by_sizes, in_a_loop])
+@pytest.mark.parametrize("split", [unless_equal, of_some, of_another, by_sizes, in_a_loop])
 def test_whatever_else_is_done_with_the_numbers_is_refused(split: Any) -> None:
     with pytest.raises(CompileError) as error:
         compile_call(Request(model(split), plan_of(RULES), 2, *call(0), device=torch.device("cpu")))
     (found,) = error.value.diagnostics
     assert (found.code, found.subject) == ("TP110", "experts")
     assert "numbers by which rows are split" in (found.help or "") and "test_counts.py" in found.notes[0]
+
+
+def test_what_empty_parts_steer_besides_is_refused() -> None:
+    with pytest.raises(CompileError, match="does something else where some of the numbers"):
+        compile_call(Request(model(unless_empty_and), plan_of(RULES), 2, *call(0), device=torch.device("cpu")))
+
+
+def test_a_count_of_unknown_length_is_told_to_have_one() -> None:
+    class Counted(Mixture):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.before(x).argmax(-1).flatten().bincount().sum()
+
+    with pytest.raises(CompileError, match="`minlength`"):
+        tpplan.compile_plan(Counted(by_method), {"version": 1, "modules": RULES}, 2, call(0)[0])
 
 
 def test_no_axis_divides_what_each_gets_in_a_trace() -> None:

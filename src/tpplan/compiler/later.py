@@ -81,8 +81,13 @@ def _is_a_name(slot: Slot) -> bool:
     return slot.value.dim() > 0 and (dict_of_names or own)
 
 
-def refuse_difference(program: Program, other: Program) -> None:
-    """Raise if the program of later calls isn't that of the first."""
+def refuse_difference(program: Program, other: Program, steered: bool | None = None) -> None:
+    """Raise if the program of later calls isn't that of the first.
+
+    Args:
+        program, other: they; or that of a call that leaves parts without rows out.
+        steered: in that case, whether such a call may be steered by more.
+    """
     first = {module.name: _content(module) for module in program.modules}
     name = next((m.name for m in other.modules if m.calls and first.get(m.name) != _content(m)), None)
     read = {name for module in other.modules for name in module.reads}
@@ -90,7 +95,7 @@ def refuse_difference(program: Program, other: Program) -> None:
     differs = name is not None or any(
         placed.get(p.names) != (p.layout, p.summed) for p in other.parameters if read.intersection(p.names)
     )
-    if differs:
+    if differs or steered:
         where = quoted(name or "")
         finding = Diagnostic(
             code="TP129",
@@ -99,7 +104,13 @@ def refuse_difference(program: Program, other: Program) -> None:
             help="let it make what it keeps when it is built, or in each call; or call it once before `parallelize`",
             subject=name,
         )
-        raise CompileError([finding])
+        unlike = Diagnostic(
+            code="TP110",
+            message=f"{where} does something else where some of the numbers by which rows are split are 0",
+            help="leave out what is done with an empty part, and do nothing instead",
+            subject=name,
+        )
+        raise CompileError([finding if steered is None else unlike])
 
 
 def placement_difference(program: Program, other: Program) -> str:

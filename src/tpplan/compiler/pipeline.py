@@ -179,16 +179,20 @@ def _compiled(request: Request) -> Compiled:
 def _compile_with_later(request: Request) -> Compiled:
     """Compile, and prove that the program is right for calls after the first as well."""
     request, (compiled, trace, state) = climb(_compile, request)
+    settings = trace.settings
+    found = replace(request, training=settings.training, taken=settings.taken, device=settings.device, partly=True)
+    found = replace(found, members=compiled.members)
+    for emptied in (0, 1) if trace.numbers.leaves_out else ():
+        other, fewer, _ = _compile(replace(found, emptied=emptied))
+        refuse_difference(compiled.program, other.program, not _steering(fewer) <= _steering(trace))
+        left_out = {*compiled.program.picked, *compiled.called.keys() - other.called.keys()}
+        picked = sorted(name for name in left_out if name.rpartition(".")[0] not in left_out)
+        compiled = replace(compiled, program=replace(compiled.program, picked=tuple(picked)))
     if not state.sequel.differs:
         return compiled
     with after_a_call(request.model, trace, request.arguments, request.keywords) as later:
-        again = replace(
-            request, model=later, training=trace.settings.training, partly=True, taken=trace.settings.taken,
-            device=trace.settings.device, members=compiled.members,
-        )  # fmt: skip
-        again = replace(
-            again, captures=request.captures.where(("after", again.capture_settings(trace.settings.training)))
-        )
+        again = replace(found, model=later)
+        again = replace(again, captures=request.captures.where(("after", again.capture_settings(settings.training))))
         other, *_ = _compile(again)
     refuse_difference(compiled.program, other.program)
     return replace(compiled, later=other.streams, subject=None, results=compiled.results | other.results)
@@ -272,6 +276,14 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
         results=frozenset(path for path, _ in tensors_in(state.results["", 0])),
     )  # fmt: skip
     return compiled, trace, state
+
+
+def _steering(trace: Trace) -> frozenset[object]:
+    """What a run asks, reads, draws and writes, each of which may steer it."""
+    numbers, asked = trace.numbers, trace.asked
+    told = (*numbers.tested.values(), *((call, repr(told)) for call, told in numbers.reads.items()))
+    settings = (*asked.memory, *asked.flags, *asked.settings)
+    return frozenset((*told, *settings, *trace.branches.tests.exact, *trace.draws.told, *trace.effects.written))
 
 
 def _device_of(request: Request) -> torch.device:

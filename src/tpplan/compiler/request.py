@@ -44,7 +44,7 @@ class Request:
         exchanges: whether operands may be resharded inside of bodies where nothing else works.
         values: whether bodies may read the numbers in the call; else only if they can't be captured without.
         looking: modules whose bodies look up in tables that are split by rows; see `ir/look_ups`.
-        replays, records: see `CaptureSettings`.
+        replays, records, emptied: see `CaptureSettings`.
         captures: what was captured of this model and call for other plans.
     """
 
@@ -65,6 +65,7 @@ class Request:
     looking: frozenset[str] = frozenset()
     replays: bool = False
     records: bool = True
+    emptied: int | None = None
     captures: Captures = field(default_factory=Captures, compare=False)
 
     def capture_settings(self, training: bool) -> CaptureSettings:
@@ -72,8 +73,9 @@ class Request:
         device = self.device or device_of(self.model)
         reducing = self.freedoms.reducing
         return CaptureSettings(
-            training, self.taken, device, reducing, self.values, self.looking, self.replays, self.records
-        )
+            training, self.taken, device, reducing, self.values, self.looking, self.replays, self.records,
+            emptied=self.emptied,
+        )  # fmt: skip
 
 
 __all__ = ["Request"]

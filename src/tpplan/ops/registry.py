@@ -265,6 +265,8 @@ _ROLES: Mapping[str, str] = {
     "fill": "empty.memory_format zeros.default ones.default full.default",
     "like": "zeros_like.default ones_like.default full_like.default empty_like.default",
     "zeros": "zeros.default new_zeros.default zeros_like.default",
+    "blank": "zeros.default new_zeros.default zeros_like.default new_empty.default empty_like.default "
+    "empty.memory_format",  # zeros, or what is read nowhere before it is written to
     "ones": "ones.default",
     "number": "scalar_tensor.default",
     "empty like": "empty_like.default",

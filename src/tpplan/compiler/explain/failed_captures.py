@@ -27,6 +27,7 @@ from tpplan.plan import CompileError, Diagnostic, TpplanError
 
 # What torch says of an operator that can't run on shapes alone.
 _NO_META = ("attempted to run this operator with Meta tensors", "There was no fake impl registered")
+_COUNTS = (RowCount.__name__, "numpy.object_")
 _PACKS = "'lengths' argument should be a 1D CPU int64 tensor"
 # What torch says where a meta tensor's numbers are wanted.
 _NO_NUMBERS = (
@@ -94,11 +95,11 @@ def _told(cause: BaseException, name: str) -> tuple[str, str] | None:
             f"{name} reads numbers of `{cause.absent}`, and the example call has none",
             "pass `inputs=` with the whole numbers of a real call, as a processor makes them, and not on `meta`",
         )
-    if getattr(cause, "counts", False) or f"type {RowCount.__name__}" in text:
+    if getattr(cause, "counts", False) or any(f"type {held}" in text for held in _COUNTS):
         return (
             f"{name} reads numbers that each call finds anew",
-            "use numbers by which rows are split for nothing else: split by all of them, leave no empty part out, and "
-            "compute with them as a tensor",
+            "use numbers by which rows are split for nothing else: split or slice by all of them in their order, ask "
+            "of one alone whether it is 0, and compute with them as a tensor",
         )
     if isinstance(cause, DataDependentError) or any(told in text for told in _NO_NUMBERS):
         return (

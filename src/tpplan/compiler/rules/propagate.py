@@ -210,7 +210,7 @@ class Propagator:
         if node.target is GRADIENT:
             made = gradient_layouts(node, values, layout)
             return Refusal("communication", made, operands) if isinstance(made, str) else [Outcome(made)]
-        if node.is_a("new"):
+        if node.is_a("new") or (node.is_a("like") and any(held == PARTIAL for _, held in operands)):
             return self._new(node, values, operands)
         if node.target in CLASS_OPERATIONS and not all(held.is_replicated for _, held in operands):
             found = class_layouts(node, values, dict(operands), self._class_rule)
@@ -287,7 +287,8 @@ class Propagator:
         like, held = operands[0]
         same = values[like].shape == values[output].shape and held.is_sharded
         made = Outcome((held if same else REPLICATED,))
-        return [made, *self._by_heads(node, values, ()), *_partial_zeros(node, values), *_unread_gradient(node, values)]
+        by_heads = self._by_heads(node, values, ()) if node.is_a("new") else []
+        return [made, *by_heads, *_partial_zeros(node, values), *_unread_gradient(node, values)]
 
     def _replicated(
         self, node: OperationNode, values: Sequence[LocalValue], operands: tuple[tuple[int, Layout], ...]
@@ -516,7 +517,7 @@ def _unread_gradient(node: OperationNode, values: Sequence[LocalValue]) -> list[
 def _partial_zeros(node: OperationNode, values: Sequence[LocalValue]) -> list[Outcome]:
     """Zeros are the sum of every rank's zeros: partial products may be added to them before they are reduced."""
     output = next((o for o in node.outputs if o is not None), None)
-    if not node.is_a("zeros") or output is None:
+    if not node.is_a("blank") or output is None:
         return []
     made = values[output]
     return [Outcome((PARTIAL,))] if made.dtype.is_floating_point and len(made.shape) > 1 else []

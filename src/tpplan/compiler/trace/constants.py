@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -24,7 +25,7 @@ from tpplan.compiler.ir.class_reductions import EXTREMES, class_call, stock_func
 from tpplan.compiler.ir.look_ups import LOOK_UPS
 from tpplan.compiler.ir.steps import side_of
 from tpplan.compiler.ir.trace import Cut
-from tpplan.compiler.trace.counts import SPLITS, with_counted
+from tpplan.compiler.trace.counts import SPLITS, RowCount, with_counted, with_counted_rows
 from tpplan.compiler.trace.decomposed import decomposed
 from tpplan.compiler.trace.device import NOTHING, DeviceView
 from tpplan.compiler.trace.flex_calls import record_flex_attention
@@ -53,17 +54,27 @@ def _row(item: Any) -> Any:
     return item  # pyright: ignore[reportUnknownVariableType]
 
 
-def _stops(index: Any, dims: int) -> Iterator[tuple[int, int]]:
-    """The dims of a tensor that an index slices from the first entry up to some number, and these numbers."""
+def _slices(index: Any, dims: int) -> Iterator[tuple[int, int, slice]]:
+    """The slices in an index: the number of the item, the dim of the tensor that it slices, and the slice."""
     items: tuple[Any, ...] = index if type(index) is tuple else (index,)  # pyright: ignore[reportUnknownVariableType]
     taken = [_dims_of(item) for item in items]
     dim = 0
-    for item, count in zip(items, taken, strict=True):
+    for number, (item, count) in enumerate(zip(items, taken, strict=True)):
         if item is Ellipsis:
             dim += dims - sum(taken)
-        elif isinstance(item, slice) and _takes_first(item):
-            yield dim, item.stop
+        elif isinstance(item, slice):
+            yield number, dim, item
         dim += count
+
+
+def _with_counted_rows(tensor: Tensor, index: Any) -> Any:
+    """An index with numbers for the counts by which it slices; None if it slices by none."""
+    items: list[Any] = list(index) if type(index) is tuple else [index]  # pyright: ignore
+    counted = False
+    for number, dim, item in _slices(index, tensor.dim()):
+        if isinstance(item.start, RowCount) or isinstance(item.stop, RowCount):
+            items[number], counted = with_counted_rows(item, tensor.shape[dim]), True
+    return (tuple(items) if type(index) is tuple else items[0]) if counted else None
 
 
 def _takes_first(item: Any) -> bool:
@@ -131,8 +142,8 @@ class ConstantWatcher(TorchFunctionMode):
         keywords: dict[str, Any] = kwargs or {}
         recorder = self._recorder
         recorder.meet()
-        if func is Tensor.tolist and args[0].is_meta and (counts := recorder.numbers.counts_of(args[0])) is not None:
-            return counts
+        if func in _VALUE_READS and args[0].is_meta and (counts := recorder.numbers.counts_of(args[0])) is not None:
+            return counts if func is Tensor.tolist else numpy.array(counts, dtype=object)
         if func is Tensor.__format__ and args[0].is_meta and args[0].is_floating_point() and args[1]:
             text = format(math.nan, args[1])  # for people to read: it is the name of nothing
             recorder.steps.called(func, text, args)
@@ -150,6 +161,9 @@ class ConstantWatcher(TorchFunctionMode):
                 recorder.steps.called(func, found, args)
                 return found
         elif func in _INDEXING:
+            if (counted := _with_counted_rows(args[0], args[1])) is not None:
+                recorder.numbers.choose()
+                args = (args[0], counted, *args[2:])
             args = (args[0], _index_of(args[1]), *args[2:])
             self._note_cuts(args[0], args[1])
         kind = class_to_ask(types)
@@ -211,6 +225,6 @@ class ConstantWatcher(TorchFunctionMode):
         """Note slices that take so many of the first entries as there are, or more: torch does nothing for these."""
         value = self._recorder.held_value(tensor) if self._recorder.frames else None
         if value is not None:
-            for dim, stop in _stops(index, tensor.dim()):
-                if stop >= tensor.shape[dim]:
-                    self._recorder.frames[-1].cuts.append(Cut(value, dim, stop - tensor.shape[dim]))
+            for _, dim, item in _slices(index, tensor.dim()):
+                if _takes_first(item) and item.stop >= tensor.shape[dim]:
+                    self._recorder.frames[-1].cuts.append(Cut(value, dim, item.stop - tensor.shape[dim]))

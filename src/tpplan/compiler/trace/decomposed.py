@@ -34,6 +34,7 @@ from torch.nn import functional
 
 from tpplan.compat.modules import FUSED_WEIGHT_NORM
 from tpplan.compat.schemas import OpOverload
+from tpplan.compiler.trace.unfollowed import UnfollowedError
 
 _NARROW = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
@@ -61,7 +62,11 @@ def _glu(input: Tensor, dim: int = -1) -> Tensor:
 
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     if not input.is_meta or weights is not None or not minlength:
-        return torch.bincount(input, weights, minlength)
+        try:
+            return torch.bincount(input, weights, minlength)
+        except NotImplementedError:  # of numbers that nobody knows
+            found = "it calls `bincount`, which makes as many counts as its numbers say, or sums weights"
+            raise UnfollowedError(found, "give it a `minlength` and no weights") from None
     zeros = torch.zeros(minlength, dtype=torch.int64, device=input.device)
     return zeros.scatter_add(0, input.to(torch.int64), torch.ones_like(input, dtype=torch.int64))
 

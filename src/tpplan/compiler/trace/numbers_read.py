@@ -18,9 +18,9 @@ from torch import Tensor
 
 from tpplan.compat.schemas import OpOverload
 from tpplan.compiler.ir.locations import Location, location_now
-from tpplan.compiler.ir.observations import ReadNumbers
+from tpplan.compiler.ir.observations import CaptureSettings, ReadNumbers
 from tpplan.compiler.ir.trace import Operation
-from tpplan.compiler.trace.counts import RowCount, is_counts
+from tpplan.compiler.trace.counts import CountedRows, RowCount, is_counts
 from tpplan.compiler.trace.effects import EffectObserver
 from tpplan.compiler.trace.known import Known
 from tpplan.compiler.trace.meta_results import META
@@ -39,9 +39,10 @@ class NumberObserver(Observer):
         tested: values that the model reads or branches on, with the lines where it does.
     """
 
-    def __init__(self, tape: RunTape, effects: EffectObserver, values: bool) -> None:
-        """Let bodies read `values` that are known, or none."""
-        self.known = Known() if values else None
+    def __init__(self, tape: RunTape, effects: EffectObserver, settings: CaptureSettings) -> None:
+        """Let bodies read what is known, or nothing, as `settings` say."""
+        self.known = Known() if settings.values else None
+        self._emptied, self._counts = settings.emptied, list[CountedRows]()
         self.refused: list[tuple[DataDependentError, OpenFrame]] = []
         self.chosen: set[tuple[str, int]] = set()
         self.tested: dict[int, Location | None] = {}
@@ -84,7 +85,8 @@ class NumberObserver(Observer):
             return None
         self.choose()
         self._tell([value], "counts")
-        return [RowCount(self._refuse_count) for _ in range(len(tensor))]
+        self._counts.append(CountedRows(len(tensor), self._emptied, self._refuse_count))
+        return self._counts[-1].each()
 
     def refuse(self, value: int | None = None) -> DataDependentError:
         """Note that a body reads a value, as it may swallow the error; returns the error to raise."""
@@ -190,6 +192,7 @@ class NumberObserver(Observer):
             reads={call: tuple(told) for call, told in self._told.items()},
             known=frozenset() if known is None else known.values,
             chosen=frozenset(self.chosen),
+            leaves_out=any(counts.asked for counts in self._counts),
             tested=dict(self.tested),
             of_buffers=frozenset(value for value in constants if tape.storage_of(value) in storages),
         )

@@ -72,7 +72,7 @@ class Recorder(RunTape):
         self.settings = settings
         self.indexing: type | None = None
         self.effects = EffectObserver(self)
-        self.numbers = NumberObserver(self, self.effects, settings.values)
+        self.numbers = NumberObserver(self, self.effects, settings)
         self.draws = DrawObserver()
         self.sides = SideObserver(self, settings, self.numbers, self.draws)
         self.gradients = GradientObserver(self)
