@@ -74,7 +74,7 @@ def _with_counted_rows(tensor: Tensor, index: Any) -> Any:
     for number, dim, item in _slices(index, tensor.dim()):
         if isinstance(item.start, RowCount) or isinstance(item.stop, RowCount):
             items[number], counted = with_counted_rows(item, tensor.shape[dim]), True
-    return (tuple(items) if type(index) is tuple else items[0]) if counted else None
+    return (tuple(items) if type(index) is tuple else items[0]) if counted else None  # pyright: ignore
 
 
 def _takes_first(item: Any) -> bool:
