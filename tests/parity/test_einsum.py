@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from tests.marking import in_turns
 from tests.runtime.simulated import Call, verdicts, worst
-from tpplan.plan import Style
+from tpplan import compile_plan
+from tpplan.parity import verify_program
+from tpplan.plan import CompileError, Style
 from tpplan.suggest import search, write_plan
 
 WIDTH, HEADS, EACH = 24, 4, 6
@@ -81,6 +83,27 @@ class Picked(nn.Module):
         return torch.einsum("tai,ta->ti", made, weights).view_as(x)
 
 
+class Absorbed(nn.Module):
+    """Matrices of each head are a part of a layer's weight, by which queries and results are multiplied (DeepSeek)."""
+
+    def __init__(self, cached: bool = False) -> None:
+        super().__init__()
+        self.q, self.kv_a = nn.Linear(WIDTH, HEADS * EACH, bias=False), nn.Linear(WIDTH, 10, bias=False)
+        self.kv_b, self.o = nn.Linear(10, HEADS * 2 * EACH, bias=False), nn.Linear(HEADS * EACH, WIDTH, bias=False)
+        self.register_buffer("cache", torch.zeros(4, 16, 10) if cached else None, persistent=False)
+
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+        (batch, length, _), cache = x.shape, self.cache
+        latent, weight = self.kv_a(x), self.kv_b.weight.view(HEADS, -1, 10)
+        if isinstance(cache, Tensor):
+            cache[:batch, start : start + length] = latent
+            latent = cache[:batch, : start + length]
+        q = torch.einsum("bshd,hdc->bshc", self.q(x).view(batch, length, HEADS, EACH), weight[:, :EACH])
+        weights = torch.einsum("bshc,btc->bsht", q, latent).softmax(-1)
+        mixed = torch.einsum("bsht,btc->bshc", weights, latent)
+        return self.o(torch.einsum("bshc,hdc->bshd", mixed, weight[:, -EACH:]).flatten(2))
+
+
 KINDS: dict[type[nn.Module], set[str]] = {
     Attention: {"q", "k", "v", "q_bias"},
     Between: {"q", "k", "v"},
@@ -117,6 +140,25 @@ def test_a_plan_writes_itself(kind: type[nn.Module], tp: int) -> None:
 
 
 RULES: dict[str, Any] = {"*.{q,k,v,q_bias}": "colwise", "*.{o,o_bias}": "rowwise"}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_matrices_of_heads_may_be_a_layers_weight(tp: int) -> None:
+    rules = {"*.{q,kv_b}": "colwise", "*.o": "rowwise"}
+    example = call(3, 6)
+    assert max(worst(Net(Absorbed).double(), rules, tp, example, [example, call(2, 5)])) < 1e-12
+
+
+def test_what_is_kept_beside_them_needs_no_gradient_to_be_whole() -> None:
+    stock = nn.Sequential(Absorbed(cached=True).double())
+    with pytest.raises(CompileError, match=r"requires_grad_\(False\)"):
+        compile_plan(stock, {"modules": {"0.{q,kv_b}": "colwise", "0.o": "rowwise"}, "version": 1}, 2, *call(3, 6)[0])
+    stock.requires_grad_(False)
+    example = (call(3, 6)[0][0].detach(),), {}
+    program = compile_plan(stock, {"modules": {"0.{q,kv_b}": "colwise", "0.o": "rowwise"}, "version": 1}, 2, example[0])
+    assert program.count_collectives() == {"all-reduce": 1}
+    report = verify_program(stock, program, example)
+    assert report.ok, report.problems
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])

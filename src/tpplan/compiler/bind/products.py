@@ -10,6 +10,7 @@ out: `Product`: which of the parameter's dims the product contracts and which it
     exp(a)[:, None] * x[..., None]           ->  a (features, states): goes with the features by dim 0
     einsum("btd,dhk->bthk", x, weight)       ->  weight (inputs, heads, width): makes dim 1, contracts dim 0
     cat((keys, key))                         ->  key (1, 1, features): goes with the features by dim 2
+    einsum("bthd,hdc->bthc", q, weight.view(heads, width, inputs))  ->  weight: goes with the heads by dim 0
     my.product(x, w), "... i+, o i+ -> ... o"   ->  w (outputs, inputs): makes dim 0, contracts dim 1
     my.biased(scores, b), "h q k, h k! -> h q k"  ->  b (heads, keys): goes with the heads by dim 0
     embedding(table, ids), table[ids]        ->  table (rows, features): goes with the features by dim 1
@@ -233,6 +234,8 @@ def _in_product(
         yield from _made(shape, dims[-2], dims[-1], made, last - 1, factors[1])
     elif operation.is_a("scaled product") and mine in operation.arguments[BIAS:]:
         yield from _added(readers, operation, dims, shape)
+    if len(dims) == 3 and mine in factors and None in dims[1:] and dims[0] is not None:  # a matrix for each head
+        yield Addend(shape[dims[0]], int(dims[0]), made, 0, is_added=False)
 
 
 def _added(readers: Readers, operation: Operation, dims: Dims, shape: tuple[int, ...]) -> Iterator[Addend]:

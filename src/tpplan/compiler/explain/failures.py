@@ -27,6 +27,7 @@ from tpplan.plan import Diagnostic, Pin, Style
 
 _ALONG = "can't run on a part of the sequence"
 _SHOWN = 4  # ranks' parts in a message
+_FROZEN = "; if it isn't trained, call `model.requires_grad_(False)`, as no gradient goes through what it keeps then"
 _REENTERED = "pass `use_reentrant=False`, with which autograd sees all that the checkpoint calls; or "
 
 
@@ -131,9 +132,12 @@ def _of_placement(here: Instance, failure: Failure, trace: Trace, binding: Bindi
     hidden = node.is_a("largest", "smallest") and any(
         b.name == REENTRANT for f in trace.root.walk() for b in f.backwards
     )
+    way_out = _way_out(bound, module, refusal, option, parameter)
+    if refusal.kind == "gradient" and not DataFlow(trace).written.isdisjoint(trace.buffers):
+        way_out += _FROZEN
     return _finding("TP107", bound, module, node.location,
         f"the body of {module} can't run on local shards: {node.name} {refusal.reason}{_shares(here.region, split)}",
-        (_REENTERED if hidden else "") + _way_out(bound, module, refusal, option, parameter),
+        (_REENTERED if hidden else "") + way_out,
         _operands(here.region, refusal),
         option=option,
     )  # fmt: skip
