@@ -270,21 +270,23 @@ def sharded_share(program: Program) -> float:
 
 
 class TimeMix(nn.Module):
-    """RWKV (Peng et al., 2023): the first state is made by the size of the stream, not of what is split."""
+    """RWKV (Peng et al., 2023): the first state is made by the size of the stream, not of what is split, or passed."""
 
-    def __init__(self) -> None:
+    def __init__(self, placed: bool = True) -> None:
         super().__init__()
+        self.placed = placed
         self.key, self.value, self.gate, self.out = (nn.Linear(16, 16, bias=False) for _ in range(4))
         self.decay, self.first = nn.Parameter(torch.rand(16)), nn.Parameter(torch.rand(16))
         self.mix = nn.Parameter(torch.rand(1, 1, 16))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, state: Tensor | None = None) -> Tensor:
         batch, length, width = x.size()
         shifted = functional.pad(x, (0, 0, 1, -1))
         mixed = x * self.mix + shifted * (1 - self.mix)
         k, v, r = self.key(mixed), self.value(mixed), torch.sigmoid(self.gate(mixed))
-        above = torch.zeros(batch, width, dtype=x.dtype, device=x.device)
-        below, seen = torch.zeros_like(above), []
+        place: dict[str, Any] = {"device": x.device} if self.placed else {}
+        above: Tensor = torch.zeros(batch, width, dtype=x.dtype, **place) if state is None else state
+        below, seen = torch.zeros_like(above), list[Tensor]()
         for step in range(length):
             now = torch.exp(self.first + k[:, step])
             seen.append((above + now * v[:, step]) / (below + now))
@@ -293,9 +295,23 @@ class TimeMix(nn.Module):
         return self.out(r * torch.stack(seen, dim=1))
 
 
+@pytest.mark.parametrize("placed", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_scan_that_begins_with_zeros_as_wide_as_the_stream(size: int) -> None:
+def test_a_scan_that_begins_with_zeros_as_wide_as_the_stream(size: int, placed: bool) -> None:
     torch.manual_seed(0)
     rules: dict[str, Any] = {"0.{key,value,gate}": "colwise", "0.{decay,first}": "colwise", "0.out": "rowwise"}
-    report = tpplan.verify(nn.Sequential(TimeMix()), {"version": 1, "modules": rules}, size, (torch.randn(2, 5, 16),))
+    model = nn.Sequential(TimeMix(placed))
+    report = tpplan.verify(model, {"version": 1, "modules": rules}, size, (torch.randn(2, 5, 16),))
+    assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_scan_goes_on_from_a_state_that_the_model_itself_is_passed(size: int) -> None:
+    torch.manual_seed(0)
+    rules: dict[str, Any] = {"{key,value,gate}": "colwise", "{decay,first}": "colwise", "out": "rowwise"}
+    example = (torch.randn(2, 5, 16, requires_grad=True), torch.rand(2, 16, requires_grad=True))
+    program = tpplan.compile_plan(TimeMix(), {"version": 1, "modules": rules}, size, example)
+    moves = {(module.name, *reshard.path): str(reshard.target) for module, reshard in program.reshards()}
+    assert moves["", "state"] == "S(1)"
+    report = verify_program(TimeMix(), program, (example, {}))
     assert report.ok, report.problems
