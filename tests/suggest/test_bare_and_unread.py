@@ -14,7 +14,7 @@ from tests.marking import slow_but
 from tests.runtime.simulated import Call, worst
 from tpplan.api import suggest_text
 from tpplan.plan import Style
-from tpplan.suggest import search
+from tpplan.suggest import search, write_plan
 
 WIDTH, HEADS, WIDE = 24, 4, 16
 
@@ -236,6 +236,27 @@ def test_vectors_that_are_joined_to_a_bias_go_with_its_packs() -> None:
     text = suggest_text(stock, 2, False, (x,))
     assert "q_bias" in text and "v_bias" in text and "k_bias" in text and "rowwise" in text
     assert max(worst(stock, text, 2, ((x,), {}), [((x,), {}), ((x[:1],), {})])) < 1e-13
+
+
+class TiedDecoder(nn.Module):
+    """An autoencoder that reads its encoder's weight the other way round (Bricken et al., 2023)."""
+
+    def __init__(self, biased: bool) -> None:
+        super().__init__()
+        self.up, self.bias = nn.Linear(WIDTH, 4 * WIDTH), nn.Parameter(torch.randn(WIDTH)) if biased else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.up(x).relu(), self.up.weight.t(), self.bias)
+
+
+@pytest.mark.parametrize(("biased", "tp"), [(False, 2), (True, 2), (True, 4)])
+def test_a_layer_that_reads_its_own_weight_back_is_a_pair(biased: bool, tp: int) -> None:
+    stock, x = TiedDecoder(biased).double(), torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    found = search(stock, tp, (x,), {}, False)
+    styles = {name: held.style.value for name, held in found.settings.items()}
+    assert styles == {"up": "colwise"} | ({"bias": "rowwise"} if biased else {})
+    assert found.program.count_collectives() == {"all-reduce": 1}
+    assert max(worst(stock, write_plan(found, "tied"), tp, ((x,), {}), [((x,), {}), ((x[:1],), {})])) < 1e-13
 
 
 class OwnLowRank(nn.Module):

@@ -18,7 +18,7 @@ from tpplan.compiler.bind.in_bodies import computed_by_layers, members_of
 from tpplan.compiler.bind.linear import Addend, LinearForm, Product, linear_form
 from tpplan.compiler.bind.lookers import BareTable, bare_tables
 from tpplan.compiler.bind.packing import pack, taken_apart
-from tpplan.compiler.bind.products import derived, find_buffer_use, find_use
+from tpplan.compiler.bind.products import contracting, derived, find_buffer_use, find_use
 from tpplan.compiler.bind.readers import Readers, Taken
 from tpplan.compiler.bind.regions import build_regions
 from tpplan.compiler.bind.wrappers import unwrap
@@ -154,6 +154,12 @@ class Study:
         """The product that a parameter is a factor of, or what a parameter or a buffer is added to or combined with."""
         find = find_buffer_use if value in self.trace.buffers else find_use
         return find(self._readers, value)
+
+    def turned_products(self, layer: str, form: LinearForm) -> tuple[str, list[Product]]:
+        """A layer's weight, and the products by which bodies contract with it what the layer makes."""
+        weight = f"{layer}.weight"
+        value = self._readers.named.get(weight)
+        return weight, [] if value is None else contracting(self._readers, value, int(form.transposed))
 
     def derived_from(self, value: int) -> Iterator[tuple[int, tuple[int | None, ...]]]:
         """What is made of a parameter or buffer and of no data, with the dims that its own went into."""

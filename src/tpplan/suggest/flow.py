@@ -147,6 +147,7 @@ class _FlowWalk:
         self.products = {
             part.made: (n, part) for n, product in subject.products.items() for part in (*product.parts, *product.alike)
         }
+        self.products |= {part.made: (name, part) for name, parts in subject.turned.items() for part in parts}
         self.joined: dict[int, tuple[int, ...]] = {}  # of what vectors are joined to: these
         self.addends = {
             part.made: n

@@ -61,6 +61,7 @@ class SuggestSubject:
         arguments, keywords: the example call.
         linears: the linear layers that are called, by name.
         products: parameters that a body multiplies by without calling a layer for it, by name.
+        turned: products by which a body contracts what a layer makes, with that layer's own weight, by its name.
         addends: parameters that a body adds to a product, and these or buffers that may stand beside features, by name.
         heads: the numbers of heads into which split features are viewed, as packs.
         beside: bare parameters and buffers that may stand beside features or heads, with the dim that counts these, by
@@ -80,6 +81,7 @@ class SuggestSubject:
     keywords: Mapping[str, Any]
     linears: dict[str, LinearForm]
     products: dict[str, Product]
+    turned: dict[str, list[Product]]
     addends: dict[str, Addend]
     heads: Features
     beside: dict[int, dict[str, int]]
@@ -150,8 +152,9 @@ def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords
     wide = {name for name, table in tables.items() if table.embedding_dim % size == 0}
     columns |= {name: (Column(None, ()),) for name in wide}
     beside = _beside(study, addends, computed)
+    turned = dict(study.turned_products(name, form) for name, form in linears.items())
     return SuggestSubject(
-        study, arguments, keywords, linears, products, addends, heads, beside, weights, columns, unsplittable, tables,
+        study, arguments, keywords, linears, products, turned, addends, heads, beside, weights, columns, unsplittable, tables,
         bags, study.bare_tables({*tables, *bags}),
     )  # fmt: skip
 

@@ -83,6 +83,13 @@ def find_use(readers: Readers, value: int) -> Product | Addend | None:
     return _beside(readers, value) if found is None else found
 
 
+def contracting(readers: Readers, value: int, dim: int) -> list[Product]:
+    """The products that contract a dim of a parameter, as a tied decoder does what its encoder makes."""
+    shape = readers.trace.values[value].shape
+    uses = _uses(readers, value, tuple(range(len(shape))), shape, 0)
+    return [use for use in uses if isinstance(use, Product) and use.input_dim == dim]
+
+
 def _kind(product: Product) -> Product:
     return replace(product, made=0, given=0)
 
@@ -381,4 +388,4 @@ def _first_of(joined: Sequence[tuple[int | None, int]]) -> int | None:
     return JoinedDim(min(own), math.prod(count for _, count in joined[:place]))
 
 
-__all__ = ["Dims", "derived", "find_use", "moved"]
+__all__ = ["Dims", "contracting", "derived", "find_use", "moved"]
