@@ -286,6 +286,28 @@ def test_frames_nest_as_modules_do() -> None:
     assert shape(trace.root) == ("", [("inner", [("inner.up", []), ("inner.down", [])])])
 
 
+@pytest.mark.parametrize("how", ["generator", "map", "coroutine"])
+def test_a_forward_that_runs_when_its_result_is_asked_is_told_so(how: str) -> None:
+    class Unfinished(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        async def later(self, x: Tensor) -> Tensor:
+            return self.down(self.up(x))
+
+        def forward(self, x: Tensor) -> Any:
+            if how == "coroutine":
+                made = self.later(x)
+                made.close()
+                return made
+            return (self.down(self.up(h)) for h in (x, x)) if how == "generator" else map(self.down, [self.up(x)])
+
+    plan = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
+    with pytest.raises(CompileError, match=f"TP110 .* returns a `{how}`"):
+        tpplan.compile_plan(Unfinished(), plan, 2, (torch.randn(2, 8),))
+
+
 class Switches(nn.Module):
     """Short inputs take another attention from then on, as BigBird does."""
 

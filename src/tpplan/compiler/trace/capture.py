@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Generator, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol
@@ -48,6 +48,7 @@ from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.compiler.trace.tape import OpenFrame
 from tpplan.compiler.trace.tensor_classes import Wrapped
 from tpplan.compiler.trace.unfollowed import PackedSequencesError, UnfollowedError, unlike_dense
+from tpplan.plan.wording import with_article
 from tpplan.state.ambient import noting_settings
 from tpplan.state.reads import note_reads
 
@@ -253,7 +254,7 @@ def _record(
             note_reads(modules.values())
             own = own_generators(_names(model, around))
             states = [state() for _, state in own]
-            model(*example[0], **example[1])
+            _refuse_unfinished(model(*example[0], **example[1]))
             _refuse_drawn([name for (name, state), before in zip(own, states, strict=True) if state() != before])
             recorder.origins.familiar = None
             backwards = record_backwards(recorder, outer.body)
@@ -321,6 +322,16 @@ def _refuse_drawn(generators: Sequence[str]) -> None:
         raise UnfollowedError(
             f"it draws from `{generators[0]}`, a generator of its own, by which a call may take any way",
             "draw from torch's default generator, from `random` or from `numpy.random`",
+        )
+
+
+def _refuse_unfinished(result: object) -> None:
+    """Refuse a result that is still to be computed, by whoever iterates over it."""
+    if isinstance(result, (Iterator, Coroutine, AsyncIterator)):
+        name = with_article(type(result).__name__)  # pyright: ignore[reportUnknownArgumentType]
+        raise UnfollowedError(
+            f"its forward returns {name}, whose code runs after the call, whenever it is asked for more",
+            "return a list of what it yields; or shard the module that makes each item, and leave this loop outside",
         )
 
 
