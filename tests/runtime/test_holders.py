@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel
 
 import tpplan
 from tests.runtime.owner import batch, train
 from tests.runtime.test_owner import MODELS, TOLERANCE, difference
 from tests.runtime.world import Member, world
+from tpplan.compat.process_groups import fake_process_group
 
 pytestmark = pytest.mark.processes
 Shard = Callable[[], object]
@@ -252,3 +254,15 @@ def backward_later(member: Member) -> str:
 
 def test_a_backward_of_a_call_from_before_raises() -> None:
     assert world(2).run(backward_later) == ["raised"] * 2
+
+
+def test_what_holds_a_buffers_memory_goes_on_with_it() -> None:
+    model: Any = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    model.register_buffer("table", torch.zeros(3))
+    model.register_buffer("wide", model.table[:1].expand(4))
+    model.view, model.array = model.table[1:], model.table.numpy()
+    with fake_process_group(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        tpplan.parallelize(model, {"version": 1, "modules": {"0": "colwise", "1": "rowwise"}}, mesh, torch.ones(2, 8))
+    model.table.add_(1)
+    assert [*model.view, *model.array, *model.wide] == [1] * 9
