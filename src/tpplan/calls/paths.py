@@ -148,6 +148,9 @@ class Paths:
         """
         path = self.of(key.kind)
         known = path.known_steps(proof, replaced, self._names)
+        other = known.other_side(steps, path.free)
+        if other is not None:
+            return other
         real, proved = known.without_varying(steps), known.steps
         departures = [departure(each, real) for each in proved]
         if None in departures:

@@ -9,7 +9,7 @@ branch on a size, a device, a setting, the numbers in a tensor) shows in the cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import zip_longest
 from types import CodeType
@@ -72,23 +72,44 @@ class Proved:
 
     Attributes:
         steps: of each proof.
-        varying: code whose steps aren't compared.
+        varying: code whose steps aren't compared, but for the sides of branches.
+        sides: of each proof, those of branches in such code.
     """
 
     steps: list[list[Step]]
     varying: frozenset[CodeType]
+    sides: list[frozenset[tuple[Location, bool | None]]]
 
     @classmethod
     def of(cls, streams: Sequence[Stream], replaced: frozenset[str], names: Mapping[str, str] | None) -> Proved:
         """The steps of these proofs; see `Stream.flat`."""
         varying = frozenset[CodeType]().union(*(stream.varying_code() for stream in streams))
-        return cls(
-            [[step for step in stream.flat(replaced, names) if step.code not in varying] for stream in streams], varying
-        )
+        runs = [[*stream.flat(replaced, names)] for stream in streams]
+        sides = [frozenset((step.location, step.taken) for step in _branches(run, varying)) for run in runs]
+        return cls([[step for step in run if step.code not in varying] for run in runs], varying, sides)
 
     def without_varying(self, steps: Sequence[Step]) -> list[Step]:
         """Those steps of a call that are compared."""
         return [step for step in steps if step.code not in self.varying] if self.varying else [*steps]
+
+    def other_side(self, steps: Sequence[Step], free: Set[Location]) -> Departure | None:
+        """Where a branch in varying code takes a side that no proof takes together with those of others.
+
+        Each of those that are `free` may take any proved side.
+        """
+        taken, other = _branches(steps, self.varying), None
+        proved = frozenset[tuple[Location, bool | None]]().union(*self.sides)
+        for held in self.sides:
+            among = (proved if step.location in free else held for step in taken)
+            other = next((s for s, of in zip(taken, among, strict=True) if (s.location, s.taken) not in of), None)
+            if other is None:
+                break
+        return other and Departure(other._replace(taken=not other.taken), other)
+
+
+def _branches(steps: Sequence[Step], code: frozenset[CodeType]) -> list[Step]:
+    """The branches on data in some code."""
+    return [step for step in steps if step.taken is not None and step.code in code] if code else []
 
 
 def departure(proved: Sequence[Step], real: Sequence[Step]) -> Departure | None:

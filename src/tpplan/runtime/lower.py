@@ -203,9 +203,26 @@ def _buffer_changes(modules: dict[str, nn.Module], distributor: Distributor, cut
                 continue
             if id(buffer) not in placed:
                 placed[id(buffer)] = distributor.place_buffer(buffer)
-            if placed[id(buffer)] is not buffer:
-                changes.append(_swap_entry(own_buffers(module), leaf, placed[id(buffer)]))
+            agreed = placed[id(buffer)]
+            if agreed is buffer:
+                continue
+            stays = agreed.device == buffer.device and buffer.layout is torch.strided and not buffer.is_inference()
+            changes.append(_put_numbers(buffer, agreed) if stays else _swap_entry(own_buffers(module), leaf, agreed))
     return changes
+
+
+def _put_numbers(buffer: Tensor, agreed: Tensor) -> _Change:
+    """Others may hold the buffer's memory: a view, or an array."""
+    once = tuple(
+        slice(0, 1) if step == 0 else slice(None) for step in buffer.stride()
+    )  # what is expanded lies there once
+    before = buffer[once].clone()
+
+    def put(numbers: Tensor) -> None:
+        with torch.no_grad():
+            buffer[once].copy_(numbers)
+
+    return _Change(lambda: put(agreed[once]), lambda: put(before))
 
 
 def _swap_entry(table: dict[str, Any], key: str, replacement: Any) -> _Change:

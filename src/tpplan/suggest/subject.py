@@ -154,8 +154,8 @@ def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords
     beside = _beside(study, addends, computed)
     turned = dict(study.turned_products(name, form) for name, form in linears.items())
     return SuggestSubject(
-        study, arguments, keywords, linears, products, turned, addends, heads, beside, weights, columns, unsplittable, tables,
-        bags, study.bare_tables({*tables, *bags}),
+        study, arguments, keywords, linears, products, turned, addends, heads, beside, weights, columns, unsplittable,
+        tables, bags, study.bare_tables({*tables, *bags}),
     )  # fmt: skip
 
 

@@ -103,9 +103,7 @@ class SlotGroup(dict[str, Slot]):
     @functools.cached_property
     def moving(self) -> dict[str, Slot]:
         """Those whose numbers may be others though the container holds the same."""
-        return {
-            name: slot for name, slot in self.items() if isinstance(slot.value, _MOVING) or is_numbers(slot.value)
-        }
+        return {name: slot for name, slot in self.items() if isinstance(slot.value, _MOVING) or is_numbers(slot.value)}
 
     def told(self, tell: Callable[[Any], object]) -> dict[str, Any]:
         """What is told of the rest, which is asked once."""

@@ -91,25 +91,14 @@ class MeshDistributor:
         return sent
 
     def place_buffer(self, buffer: Tensor) -> Tensor:
-        """The buffer on the mesh's device, with the first rank's numbers; if it's there, others may hold its memory."""
+        """The buffer on the mesh's device, with the first rank's numbers."""
         if buffer.is_meta:
             return buffer
         if buffer.layout is torch.strided:
-            agreed = self._agreed(buffer)
-            if agreed is buffer or buffer.device != agreed.device or buffer.is_inference():
-                return agreed
-            with torch.no_grad():
-                _first(buffer).copy_(_first(agreed, like=buffer))
-            return buffer
+            return self._agreed(buffer)
         sent = buffer if self._source is None or self._source.rank() == 0 else None
         held = exchange(self._source, "the exchange of the first rank's sparse buffers", sent)  # as many as it has
         return held[0].to(self.device)
-
-
-def _first(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """What lies in memory once of a tensor that is, or is `like` one that is, expanded."""
-    held = tensor if like is None else like
-    return tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in held.stride())]
 
 
 def device_of_mesh(mesh: DeviceMesh) -> torch.device:
