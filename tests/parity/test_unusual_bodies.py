@@ -81,16 +81,9 @@ def shrinks(m: Any, x: Tensor) -> Tensor:
     return m.pair(x)
 
 
-def writes_to_zeros(m: Any, x: Tensor) -> Tensor:
-    h = m.up(x).relu()
-    kept = torch.zeros(h.shape, dtype=h.dtype)
-    kept[:, 1:] = h[:, 1:]
-    return m.down(kept)
-
-
 RIGHT = [
     chooses_by_size, replaces_columns, replaces_rows, replaces_a_norm, reads_after_the_call, clamps, clamps_data,
-    shrinks, writes_to_zeros,
+    shrinks,
 ]  # fmt: skip
 
 

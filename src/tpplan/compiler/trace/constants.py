@@ -30,13 +30,11 @@ from tpplan.compiler.trace.decomposed import decomposed
 from tpplan.compiler.trace.device import NOTHING, DeviceView
 from tpplan.compiler.trace.flex_calls import record_flex_attention
 from tpplan.compiler.trace.gradient_flow import HOOKS
-from tpplan.compiler.trace.meta_results import META
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.taken_gradients import record_gradient
 
 _POSITION_OF_DATA = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
 _VALUE_READS: frozenset[Any] = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__))  # pyright: ignore
-_BLANK: frozenset[Any] = frozenset((torch.zeros, torch.empty))
 _INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__))
 
 
@@ -77,14 +75,6 @@ def _with_counted_rows(tensor: Tensor, index: Any) -> Any:
         if isinstance(item.start, RowCount) or isinstance(item.stop, RowCount):
             items[number], counted = with_counted_rows(item, tensor.shape[dim]), True
     return (tuple(items) if type(index) is tuple else items[0]) if counted else None  # pyright: ignore
-
-
-def _is_state(args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Whether what is made without a device may hold activations, as the first state of a scan does."""
-    first: Any = args[0] if args else keywords.get("size", ())
-    dims = len(args) if isinstance(first, int) else len(first)
-    dtype = keywords.get("dtype") or torch.get_default_dtype()
-    return keywords.get("device") is None and dims > 1 and dtype.is_floating_point
 
 
 def _takes_first(item: Any) -> bool:
@@ -187,9 +177,7 @@ class ConstantWatcher(TorchFunctionMode):
         recorder.asked.calling(func, args)
         if func in HOOKS:
             recorder.gradients.note_tensor_hook(*args, **keywords, accumulated=HOOKS[func])
-        if func in _BLANK and _is_state(args, keywords):
-            keywords = {**keywords, "device": META}  # it may be a part on each rank, as one made with a device
-        elif func is Tensor.to or (keywords and keywords.get("device") is not None):
+        if func is Tensor.to or (keywords and keywords.get("device") is not None):
             args, keywords = self._device.moved(func, args, keywords)
         position = _POSITION_OF_DATA.get(func)
         data = None if position is None else _data(position, args, keywords)
