@@ -385,13 +385,8 @@ def _with_reason(warning: Diagnostic, reasons: Sequence[Diagnostic]) -> Diagnost
 
 
 def _filled(trace: Trace, features: Features) -> Features:
-    """Of these features those whose number tensors made anew, such as the first state of a scan, have as a size.
-
-    Or arguments that the model's own body reads, such as a state from which a scan goes on.
-    """
-    read = {i for node in trace.root.body if isinstance(node, Operation) for i in node.inputs}
-    given = (c.target for c in trace.root.entries if c.target in read)
-    made = {size for value in given for size in trace.values[value].shape[1:]} | {
+    """Of these features those whose number tensors made anew, such as the first state of a scan, have as a size."""
+    made = {
         size
         for frame in trace.root.walk()
         for node in frame.body

@@ -122,8 +122,6 @@ class Boundaries:
         if tail and splits_sequence(source, value.shape):
             targets.append(ending(tail))
         targets += self._head_layouts(value)
-        if not region.depth and not outward and value.dtype.is_floating_point:  # nobody else could slice it
-            targets += self._feature_layouts(value)
         if region.has_own_backward and not outward and value.dtype.is_floating_point and value.shape:
             # No function takes a part of what it gets whole: its backward makes the gradient of all of it.
             split = {n for v in region.values if v.parameter is not None and v.parameter.is_sharded for n in v.shape}
@@ -147,12 +145,6 @@ class Boundaries:
         if batch > 1 and len(value.shape) == 3:
             found += [flat_heads(pack, batch) for (pack,) in heads if value.shape[0] == batch * pack.size]
         return found if value.dtype.is_floating_point else []
-
-    def _feature_layouts(self, value: LocalValue) -> list[Layout]:
-        """The splits by features of layers, of a dim that has as many: as of a state that a scan goes on from."""
-        counted = [(dim, n) for dim, n in enumerate(value.shape) if dim]
-        ways = sorted(self.constraints.freedoms.features)
-        return [packed(dim, packs) for dim, n in counted for packs in ways if sum(p.size for p in packs) == n]
 
     def _pinned_inside(self, region: Region, boundary: RegionBoundary) -> bool:
         """Whether a value that leaves comes from a module whose output the plan pins.
