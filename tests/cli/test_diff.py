@@ -62,6 +62,7 @@ def written(run: Run, plan: str, *more: str) -> str:
         (("mlp.yaml", "whole.yaml"), ["--exit-code"], 1, "Worse: memory of parameters."),
         (("whole.yaml", "mlp.yaml"), ["--exit-code"], 1, "Worse: collectives, bytes sent."),
         (("mlp.yaml", "whole.yaml"), ["--exit-code", "--gpu", "h100"], 1, "memory of parameters, memory"),
+        (("mlp.yaml", "whole.yaml"), ["--gpu", "h100"], 0, "Sequential on 2 ranks of h100, batch 4 × 1\n"),
         (("mlp.yaml", "whole.yaml"), ["--format", "markdown"], 0, "`mlp.yaml` → `whole.yaml`: `Sequential` on 2 ranks"),
     ],
 )

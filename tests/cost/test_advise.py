@@ -15,6 +15,7 @@ from torch import nn
 
 import tpplan
 from tests.cost.test_estimate import Mlp
+from tpplan import progress
 from tpplan.cli.main import main
 from tpplan.cost.cluster import cluster_of
 from tpplan.cost.estimates import MemoryEstimate
@@ -35,9 +36,14 @@ def llama(**fields: Any) -> nn.Module:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
+STEPS: list[str] = []
+
+
 @pytest.fixture(scope="module")
 def small() -> tpplan.Advice:
-    return tpplan.advise(llama(), gpus=2, batch=2, sequence=32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress, "_display", lambda *_: STEPS.append(": ".join(progress._steps[-2:])))
+        return tpplan.advise(llama(), gpus=2, batch=2, sequence=32)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +62,7 @@ def test_each_choice_of_degrees_is_a_row(small: tpplan.Advice) -> None:
     degrees = [(row.tp, row.dp, row.sequence_parallel, row.fsdp) for row in small]
     assert degrees == [(1, 2, False, False), (1, 2, False, True), (2, 1, False, False), (2, 1, True, False)]
     assert all(row.fits and row.memory and row.step and row.tokens_per_second > 0 for row in small)
+    assert "tp=2: placing collectives" in STEPS
 
 
 def test_a_model_that_fits_one_gpu_is_told_to_use_data_parallelism(small: tpplan.Advice) -> None:
@@ -236,6 +243,27 @@ def test_the_least_number_of_gpus_is_the_least_of_all_ways(
     assert choices.smallest(told) == least
 
 
+@pytest.mark.parametrize(
+    ("rows", "best"),  # (tp, fsdp, checkpointing): tokens a second
+    [
+        ({(1, False, "none"): 10, (1, True, "none"): 11, (2, False, "none"): 12}, (1, False, "none")),
+        ({(1, False, "full"): 10, (1, True, "none"): 13, (2, False, "none"): 14}, (1, True, "none")),
+        ({(1, False, "full"): 10, (1, True, "full"): 9, (2, False, "none"): 14}, (1, False, "full")),
+        ({(1, True, "none"): 10, (2, False, "none"): 12, (16, False, "none"): 14}, (2, False, "none")),
+    ],
+)
+def test_what_one_gpu_holds_is_not_split_nor_computed_again_where_sharing_is_faster(
+    rows: dict[tuple[int, bool, str], float], best: tuple[int, bool, str]
+) -> None:
+    subject: Any = SimpleNamespace(inference=False)
+    told: Any = [
+        SimpleNamespace(tp=tp, fsdp=fsdp, checkpointing=kind, fits=True, tokens_per_second=rate)
+        for (tp, fsdp, kind), rate in rows.items()
+    ]
+    row = _Choices(subject, cluster_of("h100"), 0, 16, "adamw", False).best(told)
+    assert row is not None and (row.tp, row.fsdp, row.checkpointing) == best
+
+
 @pytest.mark.slow
 def test_experts_are_split_into_no_more_than_there_are() -> None:
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
@@ -316,4 +344,5 @@ def test_explain_ends_with_the_estimate(capsys: pytest.CaptureFixture[str]) -> N
     plain = json.loads(capsys.readouterr().out)
     assert plain["estimate"]["dp"] == 8 and plain["work"]["tasks"]
     assert tpplan.estimate(tpplan.Program.from_dict(plain)).memory.total > 0
+    assert plain["inputs"][0]["shape"] == [1, 64] and plain["estimate"]["sequence"] == 64  # as far as positions go
     assert main([*command, "model"]) == 2

@@ -11,11 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import tpplan
 from tpplan.cost.cluster import cluster_of
 from tpplan.cost.estimates import Estimate
+from tpplan.cost.kernel_times import known_dtype
 from tpplan.cost.state_memory import OPTIMIZERS
+from tpplan.forecast.tally import Tally
+from tpplan.ops.flops import product_sizes
 
 MODULES = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 
@@ -66,6 +70,28 @@ def test_work_is_counted_as_torch_counts_it(compiled: tpplan.Program) -> None:
     assert len(products) < 3 * 2 + 3 * 4 - 1
     sends = [(task.name, task.made[0], task.backward) for task in work.tasks if task.kind == "collective"]
     assert set(sends) == {("all-reduce", 2 * 16 * 64 * 4, False), ("all-reduce", 2 * 16 * 64 * 4, True)}
+
+
+@pytest.mark.parametrize(
+    ("name", "operands", "dtype", "expected"),
+    [
+        ("aten._scaled_mm.default", [(16, 32), (32, 64), (), ()], "float8_e4m3fn", "fp8"),
+        ("aten._scaled_mm.default", [(16, 32), (32, 64), (16, 1), (1, 64), (64,)], "float8_e5m2", "fp8"),
+        ("aten._int_mm.default", [(16, 32), (32, 64)], "int8", "int8"),
+        ("aten.mm.default", [(16, 32), (32, 64)], "complex64", "float32"),
+    ],
+)
+def test_products_of_few_bits_are_products_at_their_rate(
+    name: str, operands: list[tuple[int, ...]], dtype: str, expected: str
+) -> None:
+    assert product_sizes(name, operands, (16, 64)) == ((1, 16, 64, 32),)
+    assert known_dtype(cluster_of("h100"), dtype) == expected
+
+
+def test_whole_numbers_multiply_at_their_rate() -> None:
+    with Tally({}, frozenset()) as tally:
+        torch._int_mm(*(torch.empty(32, 32, dtype=torch.int8, device="meta") for _ in range(2)))  # pyright: ignore
+    assert [(kernel.kind, kernel.dtype) for kernel in tally.kernels] == [("product", "int8")]
 
 
 def test_memory_has_its_parts(compiled: tpplan.Program) -> None:
@@ -132,6 +158,8 @@ def test_what_goes_around_a_plan_counts(compiled: tpplan.Program) -> None:
     assert activations[2] == 2 * rows * 512 + rows * 512  # what blocks are passed by others, and the result
     assert activations[1] == activations[2] + 3 * rows * 1024  # and what `up` makes
     assert kinds[0].step.total_seconds < kinds[1].step.total_seconds < kinds[2].step.total_seconds
+    odd = [tpplan.estimate(program(tp=3, batch=8, length=512, hidden=48), dp=dp) for dp in (1, 8)]
+    assert ["between nodes" in " ".join(cost.guesses) for cost in odd] == [False, True]  # some of 3 ranks of 24
     assert tpplan.estimate(large, compiled=True).step.compute_seconds < alone.step.compute_seconds
     assert tpplan.estimate(large, precision="tf32").step.compute_seconds < alone.step.compute_seconds
     assert tpplan.estimate(large, "b200").step.compute_seconds < tpplan.estimate(large, "a100").step.compute_seconds
@@ -152,6 +180,27 @@ def test_a_generated_token_reads_all_weights_and_rows_of_one_token() -> None:
     assert prompt.generation.first_token_seconds > shorter.generation.first_token_seconds
     assert prompt.generation.tokens_per_second == pytest.approx(4 / prompt.generation.token_seconds)
     assert prompt.memory.gradients == prompt.memory.optimizer == prompt.memory.activations == 0
+
+
+def test_a_generated_token_reads_the_experts_that_it_chooses() -> None:
+    config = MixtralConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
+        vocab_size=1024,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = MixtralForCausalLM(config).bfloat16().eval()
+    experts = sum(
+        p.numel() for name, p in model.named_parameters() if "experts" in name
+    )  # in bytes of one of two ranks
+    for batch in (1, 32):
+        tokens = {"input_ids": torch.zeros(batch, 128, dtype=torch.long, device="meta"), "use_cache": False}
+        held = tpplan.compile_plan(model, "mixtral", 2, tokens)
+        costs = [tpplan.estimate(held, gpu, inference=True, compiled=True).generation for gpu in ("h100", "h200")]
+        rates = [cluster.memory_bandwidth * cluster.memory_efficiency for cluster in map(cluster_of, ("h100", "h200"))]
+        saved = sum(cost.token_seconds * way for cost, way in zip(costs, (1, -1), strict=True) if cost is not None)
+        others = held.measure.at(forward=True).cache[0] + sum(p.local_bytes for p in held.parameters) - experts
+        read = saved / (1 / rates[0] - 1 / rates[1]) - others
+        assert read == pytest.approx(experts * (1 - (7 / 8) ** (2 * batch)), rel=0.1)
 
 
 def test_everything_it_rests_on_is_data(compiled: tpplan.Program) -> None:
@@ -223,6 +272,24 @@ def test_a_program_that_cannot_be_measured_is_written_without_work(monkeypatch: 
     assert "work" not in json.loads(held.to_json())
     with pytest.raises(tpplan.CostError, match="no numbers"):
         tpplan.estimate(held)
+
+
+class Speech(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard, self.words = nn.Conv1d(8, 64, 3), nn.Embedding(32, 64)
+        self.layers = nn.ModuleList([Block(64)])
+
+    def forward(self, sound: Tensor, tokens: Tensor) -> Tensor:
+        return self.layers[0](self.words(tokens) + self.heard(sound).mean(-1)[:, None])
+
+
+def test_the_sequence_is_that_of_tokens_wherever_they_stand() -> None:
+    call = {"sound": torch.zeros(2, 8, 50), "tokens": torch.zeros(2, 16, dtype=torch.long)}
+    held = tpplan.compile_plan(Speech(), {"version": 1, "modules": MODULES}, 2, call)
+    cost, longer = tpplan.estimate(held), tpplan.estimate(held, sequence=32)
+    assert (cost.batch, cost.sequence) == (2, 16) and longer.memory.activations > cost.memory.activations
+    assert cost.tokens_per_second == pytest.approx(32 / cost.step.total_seconds)
 
 
 def test_a_call_without_a_sequence_has_a_batch_alone() -> None:

@@ -84,6 +84,8 @@ def test_ranks_that_are_far_apart_are_on_several_nodes() -> None:
     assert Group.of(cluster, 8).nodes == 1 and Group.of(cluster, 16).nodes == 2
     assert Group.of(cluster, 4, stride=8).nodes == 4  # replicas of plans of 8 ranks
     assert Group.of(cluster, 4, stride=2).nodes == 1
+    for size, gpus, nodes in ((6, 6, 1), (6, 24, 2), (3, 24, 2), (4, 24, 1), (12, 24, 2)):  # some of 6 are on two nodes
+        assert Group.of(cluster, size, gpus=gpus).nodes == nodes
 
 
 @pytest.mark.parametrize(("dtype", "worst", "usual"), [("bfloat16", 0.35, 0.1), ("tf32", 0.6, 0.35)])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tpplan.cli.arguments import MODEL_HELP, add_command, override, positive
 from tpplan.cli.cost_arguments import add_gpu_arguments, print_table
 from tpplan.cli.exit_codes import CLEAN, UsageError
+from tpplan.progress import doing
 
 if TYPE_CHECKING:
     from tpplan.cli.arguments import Subparsers
@@ -64,7 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
         target = None if arguments.target_memory is None else bytes_of(arguments.target_memory)
     except ValueError as error:
         raise UsageError(f"--target-memory: {error}") from None
-    model, inputs = load_model(arguments.model, dict(arguments.overrides))
+    with doing("building the model"):
+        model, inputs = load_model(arguments.model, dict(arguments.overrides))
     from tpplan.forecast.degrees import advise
     from tpplan.inputs import most_positions
     from tpplan.report.estimate_tables import advice_markdown, render_advice

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tpplan.plan import Diagnostic, Plan
 
 DEFAULT_TP = 2
+_BATCH, _SEQUENCE = 1, 4096
 
 
 def ranks_of(arguments: argparse.Namespace) -> int:
@@ -54,12 +55,15 @@ def _is_to_be_found(text: str) -> bool:
     return text == AUTO and find_plan(text) is None
 
 
-def model_and_inputs(arguments: argparse.Namespace, *, sized: bool = True, **options: bool) -> tuple[nn.Module, Any]:
+def model_and_inputs(
+    arguments: argparse.Namespace, *, sized: bool = True, priced: bool = False, **options: bool
+) -> tuple[nn.Module, Any]:
     """The model of `--model` on `meta`, and example inputs; None to have these made up.
 
     Args:
         arguments: with those of `add_model_arguments`.
         sized: whether to make inputs where `--batch` or `--sequence` is given.
+        priced: whether to make inputs of `usual_sizes`.
         options: further ones of `load_model`.
 
     Raises:
@@ -67,9 +71,24 @@ def model_and_inputs(arguments: argparse.Namespace, *, sized: bool = True, **opt
     """
     from tpplan.cli.model_reference import load_model
 
-    sizes = {"batch": arguments.batch, "sequence": arguments.sequence} if sized else {}
+    sizes = {"batch": arguments.batch, "sequence": arguments.sequence} if sized and not priced else {}
     with doing("building the model"):
-        return load_model(arguments.model, dict(arguments.overrides), **sizes, **options)
+        model, inputs = load_model(arguments.model, dict(arguments.overrides), **sizes, **options)
+        if priced and inputs is None:
+            from tpplan.inputs import example_call
+
+            _, inputs = example_call(model, ranks_of(arguments), **usual_sizes(arguments, model))
+        return model, inputs
+
+
+def usual_sizes(arguments: argparse.Namespace, model: nn.Module) -> dict[str, int]:
+    """What costs are told for, if nothing else is asked for: 4096 tokens, or what the model and the ranks can take."""
+    from tpplan.inputs import most_positions
+
+    ranks, longest = ranks_of(arguments), min(_SEQUENCE, most_positions(model) or _SEQUENCE)
+    return {
+        "batch": arguments.batch or _BATCH, "sequence": arguments.sequence or longest // ranks * ranks or longest,
+    }  # fmt: skip
 
 
 def compile_for(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpplan.cli.arguments import add_command, add_model_arguments
 from tpplan.cli.compile_model import compile_for, model_and_inputs, plan_named
-from tpplan.cli.cost_arguments import add_cost_arguments, check_costs, cost_of, print_table
+from tpplan.cli.cost_arguments import add_cost_arguments, check_costs, cost_of, is_priced, print_table
 from tpplan.cli.exit_codes import CLEAN, FINDINGS, UsageError
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _compared(arguments: argparse.Namespace) -> list[ComparedProgram]:
         raise UsageError("a plan is compared for a model: name one with --model REF, or give two programs in JSON")
     elif arguments.tp is None and written:
         arguments.tp = next(iter(written.values())).size
-    called = model_and_inputs(arguments) if len(written) < 2 else ()
+    called = model_and_inputs(arguments, priced=is_priced(arguments) and not written) if len(written) < 2 else ()
     programs = [written.get(i) or compile_for(arguments, plan, *called) for i, plan in enumerate(sources)]  # pyright: ignore
     from tpplan.report.program_compare import ComparedProgram
 

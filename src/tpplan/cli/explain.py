@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         return show_premises(arguments, plan)
     wanted = _pattern(arguments.module) if arguments.module is not None else None
-    model, inputs = model_and_inputs(arguments)
+    model, inputs = model_and_inputs(arguments, priced=is_priced(arguments) or arguments.format == "html")
     if wanted is not None:
         _require_match(wanted, model)
     program = compile_for(arguments, plan, model, inputs)

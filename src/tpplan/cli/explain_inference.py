@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tpplan.cli.arguments import terminal_width
-from tpplan.cli.compile_model import model_and_inputs, ranks_of
+from tpplan.cli.compile_model import model_and_inputs, ranks_of, usual_sizes
 from tpplan.cli.exit_codes import CLEAN
 
 if TYPE_CHECKING:
-    from torch import nn
 
     from tpplan.plan import Plan
-
-_BATCH, _SEQUENCE = 1, 4096
 
 
 def show_inference(arguments: argparse.Namespace, plan: Plan | str) -> int:
@@ -28,7 +25,7 @@ def show_inference(arguments: argparse.Namespace, plan: Plan | str) -> int:
     from tpplan.served import served
 
     model, inputs = model_and_inputs(arguments, sized=False)
-    sizes = {} if inputs is not None else _sizes(arguments, model)
+    sizes = {} if inputs is not None else usual_sizes(arguments, model)
     chosen, _ = plan_of(plan, model, ranks_of(arguments), inputs)
     inner = served(model, chosen, ranks_of(arguments), inputs, partial=arguments.partial, **sizes)
     view = inference(inner.model, inner.plan, ranks_of(arguments), *inner.call)
@@ -38,11 +35,3 @@ def show_inference(arguments: argparse.Namespace, plan: Plan | str) -> int:
         text = render_inference(view, width=terminal_width(), color=wants_color(sys.stdout))
         print(encodable(text, sys.stdout.encoding))
     return CLEAN
-
-
-def _sizes(arguments: argparse.Namespace, model: nn.Module) -> dict[str, Any]:
-    """The sizes of made-up inputs: one prompt of 4096 tokens, or of what the model has positions for."""
-    from tpplan.inputs import most_positions
-
-    most = most_positions(model)
-    return {"batch": arguments.batch or _BATCH, "sequence": arguments.sequence or min(_SEQUENCE, most or _SEQUENCE)}

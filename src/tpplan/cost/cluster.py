@@ -16,6 +16,7 @@ Every number is an assumption, which `Cluster.assumptions` lists.
 from __future__ import annotations
 
 import json
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ from tpplan.plan.problems import Problems, Stop
 from tpplan.plan.yaml_source import MAX_BYTES, compose, decode
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
-DTYPES = ("bfloat16", "float16", "tf32", "float32", "float64", "fp8")
+DTYPES = ("bfloat16", "float16", "tf32", "float32", "float64", "fp8", "int8")
 _BY_RANKS = (2, 4, 8)
 ByRanks = tuple[float, ...]
 
@@ -190,10 +191,9 @@ def _read(root: Node | None, path: Path, problems: Problems) -> Cluster | None:
 
 
 def _number(name: str, node: Node, problems: Problems) -> float | int:
-    value = node.value if isinstance(node, ScalarNode) else None
-    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else 0
-    least = "a share between 0 and 1" if name in _SHARES else "a number above 0"
-    if number <= 0 or (name in _SHARES and number > 1):
+    number = node.value if isinstance(node, ScalarNode) and _positive(node) else 0
+    least = "a share between 0 and 1" if name in _SHARES else f"a {'whole ' * (name in _WHOLE)}number above 0"
+    if number <= 0 or (name in _SHARES and number > 1) or (name in _WHOLE and number % 1):
         _wrong(
             problems, node, f"`{name}` has to be {least}, and is {describe(node)}", f"write `{name}: {_example(name)}`"
         )
@@ -221,8 +221,10 @@ def _table(name: str, node: Node, problems: Problems) -> dict[str, Any]:
             )  # fmt: skip
         else:
             items = value.items if isinstance(value, ListNode) else ()
-            if len(items) != len(_BY_RANKS) or not all(map(_positive, items)):
-                _wrong(problems, value, f"`{key.text}` has to be a list of three numbers above 0, on 2, 4 and 8 ranks",
+            least = "shares between 0 and 1" if name == "efficiency" else "numbers above 0"
+            over = [item for item in items if _positive(item) and name == "efficiency" and item.value > 1]  # pyright: ignore
+            if len(items) != len(_BY_RANKS) or over or not all(map(_positive, items)):
+                _wrong(problems, value, f"`{key.text}` has to be a list of three {least}, on 2, 4 and 8 ranks",
                        f"write `{key.text}: {list(built_in()['h100'][name][key.text])}`")  # fmt: skip
             else:
                 found[key.text] = [float(item.value) for item in items if isinstance(item, ScalarNode)]  # pyright: ignore
@@ -231,7 +233,7 @@ def _table(name: str, node: Node, problems: Problems) -> dict[str, Any]:
 
 def _positive(node: Node) -> bool:
     value = node.value if isinstance(node, ScalarNode) else None
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _wrong(problems: Problems, node: Node, message: str, way_out: str) -> None:

@@ -33,11 +33,11 @@ def task_seconds(cluster: Cluster, task: Task, precision: str | None = None, com
     moved = (task.fused if compiled else task.moved)[0]
     memory = moved / (cluster.memory_bandwidth * cluster.memory_efficiency)
     if task.kind == PRODUCTS:
-        peak = peak_of(cluster, precision or _known(cluster, task.dtype)) * cluster.product_efficiency
+        peak = peak_of(cluster, precision or known_dtype(cluster, task.dtype)) * cluster.product_efficiency
         groups = [tuple(n[0] for n in task.sizes[i : i + 4]) for i in range(0, len(task.sizes), 4)]
         return max(sum(_rounds(cluster, *group) for group in groups) / peak, memory) + cluster.product_start
     if task.kind == ATTENTION:
-        peak = peak_of(cluster, _known(cluster, task.dtype)) * cluster.attention_efficiency
+        peak = peak_of(cluster, known_dtype(cluster, task.dtype)) * cluster.attention_efficiency
         return max(task.flops[0] / peak, memory) + cluster.kernel
     return memory + cluster.kernel * (1 if compiled else task.launches)
 
@@ -54,8 +54,9 @@ def peak_of(cluster: Cluster, dtype: str) -> float:
     return cluster.flops[dtype]
 
 
-def _known(cluster: Cluster, dtype: str) -> str:
+def known_dtype(cluster: Cluster, dtype: str) -> str:
     """A dtype of which the GPU has a rate: that of float32 for others, such as complex numbers."""
+    dtype = "fp8" if dtype.startswith("float8") else dtype
     return dtype if dtype in cluster.flops else "float32"
 
 
@@ -72,4 +73,4 @@ def _rounds(cluster: Cluster, batch: int, rows: int, columns: int, summed: int) 
     return best
 
 
-__all__ = ["peak_of", "task_seconds"]
+__all__ = ["known_dtype", "peak_of", "task_seconds"]

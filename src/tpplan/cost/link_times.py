@@ -35,10 +35,11 @@ class Group:
     nodes: int = 1
 
     @classmethod
-    def of(cls, cluster: Cluster, size: int, stride: int = 1) -> Group:
-        """`size` ranks of which neighbours are `stride` GPUs apart."""
+    def of(cls, cluster: Cluster, size: int, stride: int = 1, gpus: int = 0) -> Group:
+        """`size` ranks of which neighbours are `stride` apart; of as many groups as `gpus` have, the widest."""
         inside = max(1, cluster.in_node // stride)
-        return cls(size, math.ceil(size / min(inside, size)))
+        broken = stride == 1 and gpus > inside and size <= inside and inside % size > 0
+        return cls(size, 2 if broken else math.ceil(size / min(inside, size)))
 
 
 def collective_seconds(cluster: Cluster, collective: str, whole: int, group: Group) -> float:

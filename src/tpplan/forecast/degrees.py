@@ -112,7 +112,10 @@ def advise(
         subject = _AdvisedModel(stock, batch, sequence, inference, inputs)
         around = _Choices(subject, cluster, available, gpus, optimizer, compiled)
         most = _NODES_OF_TP * cluster.in_node
-        rows = [row for tp in _divisors(gpus) if tp <= most for row in doing(f"tp={tp}")(around.rows)(tp)]
+        rows: list[AdviceRow] = []
+        for tp in (tp for tp in _divisors(gpus) if tp <= most):
+            with doing(f"tp={tp}"):
+                rows += around.rows(tp)
         best = around.best(rows)
         rows = [around.told(row, recommended=row is best) for row in rows]
         smallest = around.smallest(rows)
@@ -274,14 +277,19 @@ class _Choices:
         return max(int((self.available - (one - 2 * batch * each)) / each), 0)
 
     def best(self, rows: list[AdviceRow]) -> AdviceRow | None:
-        """The row to take: no tensor parallelism where that fits, else the fastest that stays inside of a node."""
+        """The row to take: no tensor parallelism where that fits, else the fastest that stays inside of a node.
+
+        Of rows without, one that computes nothing again; else the fastest.
+        """
         fitting = [row for row in rows if row.fits]
         alone = [row for row in fitting if row.tp == 1 and not row.fsdp]
+        if any(row.checkpointing != "none" for row in alone):
+            alone = [row for row in fitting if row.tp == 1]
         inside = [row for row in fitting if self._nodes(row.tp) == 1]
         return max(alone or inside or fitting, key=lambda row: (row.tokens_per_second, -row.tp), default=None)
 
     def _nodes(self, tp: int) -> int:
-        return Group.of(self.cluster, tp).nodes
+        return Group.of(self.cluster, tp, gpus=self.gpus).nodes
 
     def told(self, row: AdviceRow, recommended: bool) -> AdviceRow:
         """The row with its reason."""

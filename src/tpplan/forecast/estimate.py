@@ -20,10 +20,11 @@ from tpplan.cost.cluster import Cluster
 from tpplan.cost.cost_errors import CostError
 from tpplan.cost.estimates import Estimate, GenerationEstimate, MemoryEstimate, StepEstimate, TimeSlice
 from tpplan.cost.hiding import Hiding, Rates
-from tpplan.cost.kernel_times import peak_of, task_seconds
+from tpplan.cost.kernel_times import known_dtype, peak_of, task_seconds
 from tpplan.cost.link_times import Group, collective_seconds
 from tpplan.cost.state_memory import optimizer_bytes, optimizer_seconds
 from tpplan.cost.work import COLLECTIVE, Task, Work
+from tpplan.ops.registry import has_role
 from tpplan.plan.taken import FLAG, SHARE, SIZE, TEXT, ArgumentKind, optional, takes
 
 _PROGRAM = ArgumentKind(lambda held: isinstance(held, Program), "a Program, which `tpplan.compile_plan` makes")
@@ -220,7 +221,12 @@ class _Costing:
         return kernels, communication, launches, hidden
 
     def _collective(self, name: str, whole: int) -> float:
-        return collective_seconds(self.cluster, name, whole, Group.of(self.cluster, self.tp))
+        return collective_seconds(self.cluster, name, whole, self._group)
+
+    @property
+    def _group(self) -> Group:
+        """The plan's ranks."""
+        return Group.of(self.cluster, self.tp, gpus=self.tp * self.dp)
 
     def _data_parallel(self, program: Program, forward: float, backward: float) -> tuple[float, float]:
         """Seconds of the collectives of data parallelism, and of those that nothing hides."""
@@ -261,7 +267,7 @@ class _Costing:
     def _peak(self, work: Work) -> float:
         dtypes = [task.dtype for task in work.tasks if task.kind == "product"]
         most = max(dtypes, key=dtypes.count, default="bfloat16")
-        return peak_of(self.cluster, self.precision or (most if most in self.cluster.flops else "float32"))
+        return peak_of(self.cluster, self.precision or known_dtype(self.cluster, most))
 
     def _line(self, work: Work) -> tuple[TimeSlice, ...]:
         """The first repeated block, forward and backward."""
@@ -293,7 +299,7 @@ class _Costing:
         available = int(self.cluster.memory * self.cluster.usable)
         batch, sequence = work.points[0]
         guesses = list(self.cluster.guesses)
-        if Group.of(self.cluster, self.tp).nodes > 1:
+        if self._group.nodes > 1:
             guesses.append("collectives of tensor parallelism between nodes")
         return Estimate(
             self.cluster.name, program.plan, program.model, self.tp, self.dp, self.fsdp, batch, sequence,
@@ -317,7 +323,11 @@ def _for_one_token(task: Task, sequence: int) -> Task:
         batch, rows, columns, summed = (n[0] for n in task.sizes[:4])
         fewer = part(rows)
         itemsize = max(1, task.made[0] // max(1, batch * rows * columns))
-        moved = (batch * (fewer * (summed + columns) + summed * columns)) * itemsize
+        weights = summed * columns
+        if has_role(task.name, "grouped product"):
+            experts = max(1, round((task.moved[0] / itemsize - rows * (summed + columns)) / weights))
+            weights = round(weights * experts * (1 - (1 - 1 / experts) ** fewer))  # of those that rows choose at random
+        moved = batch * (fewer * (summed + columns) + weights) * itemsize
         return replace(
             task, flops=(2 * batch * fewer * columns * summed,), moved=(moved,), fused=(moved,),
             made=(part(task.made[0]),), sizes=((batch,), (fewer,), (columns,), (summed,)),

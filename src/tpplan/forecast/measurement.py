@@ -68,12 +68,16 @@ class SizedCall:
 
     @classmethod
     def of(cls, model: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> SizedCall:
-        """The batch is dim 0 of the first tensor; the sequence is its dim 1, if it holds tokens or their features."""
+        """The batch is dim 0 of the first tensor of tokens, or else of the first; the sequence is its dim 1.
+
+        That is 1 of a tensor that holds neither tokens nor their features.
+        """
         call, names = (tuple(arguments), dict(keywords)), tuple(argument_names(type(model).forward))
-        first = next((t for _, t in tensors_of(*call, names) if t.dim()), None)
+        held = [t for _, t in tensors_of(*call, names) if t.dim()]
+        tokens = [t for t in held if t.dim() == 2 and not t.is_floating_point() and t.dtype is not torch.bool]
+        first = next(iter(tokens or held), None)
         if first is None:
             return cls(call, names, 1, 1)
-        tokens = first.dim() == 2 and not first.is_floating_point()
         return cls(call, names, first.shape[0], first.shape[1] if tokens or first.dim() == 3 else 1)
 
     def sized(self, batch: int, sequence: int) -> Call:

@@ -223,7 +223,7 @@ class Tally(TorchDispatchMode):
         if operator is not None and operator.kind == "picking":
             read = {number: min(held, sum(written.values())) for number, held in read.items()}
         place, backward = self._now()
-        dtype = next((t.dtype for t in operands if t.is_floating_point()), results[0].dtype)
+        dtype = next((t.dtype for t in operands if t.is_floating_point()), (operands or results)[0].dtype)
         flops = sum(map(flops_of, sizes))
         self.kernels.append(
             Kernel(place, backward, kind, name, dtype_name(dtype), flops, read, written, sizes=sizes, uncut=flops)

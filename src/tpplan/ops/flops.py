@@ -32,7 +32,7 @@ def product_sizes(name: str, operands: Sequence[Shape], result: Shape, wanted: i
         wanted: of a convolution's backward, how many of the two gradients are.
     """
     if has_role(name, "product", "vector product"):
-        left, right = operands[-2:]
+        left, right = operands[:2] if has_role(name, "scaled product") else operands[-2:]
         columns = right[-1] if len(right) > 1 else 1
         rows = left[-2] if len(left) > 1 else 1
         return ((left[0] if len(left) > 2 else 1, rows, columns, left[-1]),)

@@ -70,7 +70,8 @@ def diff_markdown(diff: ProgramDiff) -> str:
 
 
 def _on(diff: ProgramDiff, quoted: Callable[[str], str] = str) -> str:
-    return f"{quoted(diff.model)} on {count_text(diff.size, 'rank')}{f' of {quoted(diff.gpu)}' if diff.gpu else ''}"
+    on = f" of {quoted(diff.gpu)}, batch {diff.batch} × {diff.sequence:,}" if diff.gpu else ""
+    return f"{quoted(diff.model)} on {count_text(diff.size, 'rank')}{on}"
 
 
 def _unchanged(diff: ProgramDiff, before: str, after: str, quoted: Callable[[str], str] = str) -> str:

@@ -83,7 +83,7 @@ def _step(cost: Estimate) -> Table:
     if cost.generation is not None:
         table.add_row("first token", seconds_text(cost.generation.first_token_seconds))
         table.add_row("each token more", seconds_text(cost.generation.token_seconds))
-    table.add_row("tokens a second", f"{cost.tokens_per_second:,.0f}")
+    table.add_row(f"{'tokens' if cost.sequence > 1 else 'inputs'} a second", f"{cost.tokens_per_second:,.0f}")
     if cost.mfu is not None:
         table.add_row("MFU", f"{cost.mfu:.1%}")
     return table
@@ -137,6 +137,8 @@ def _sentences(advice: Advice) -> Iterator[str]:
         f"For {kind} {advice.batch} × {advice.sequence:,} {what} a replica, in {bytes_text(advice.available)}. "
         "Sends is the share of a step in which communication is exposed; batch is the largest of a replica that fits."
     )
+    if advice.inference:
+        yield "Step is the prompts' forward, until the first token; tokens/s are those generated after it."
     if advice.smallest is not None:
         yield f"The least GPUs on which it fits: {advice.smallest}."
     if advice.guesses:

@@ -64,7 +64,8 @@ def compare(one: ComparedProgram, other: ComparedProgram) -> ProgramDiff:
         silent = [held.name for held in (one, other) if held.warnings is None]
         notes.append(f"Warnings aren't compared: {' and '.join(silent)} has none with it, written by an older version.")
     return ProgramDiff(
-        one.program.model, one.program.size, one.name, other.name, one.cost.gpu if one.cost is not None else "",
+        one.program.model, one.program.size, one.name, other.name,
+        *((one.cost.gpu, one.cost.batch, one.cost.sequence) if one.cost is not None else ("", 0, 0)),
         tuple(_parameters(one.program, other.program)), tuple(_reshards(one.program, other.program)),
         tuple(_amounts(one, other)), new, gone, tuple(_others(one.program, other.program)), tuple(notes),
     )  # fmt: skip

@@ -113,6 +113,7 @@ class ProgramDiff:
         model, size: of both.
         before, after: their names.
         gpu: for which times and memory are told; empty if they aren't.
+        batch, sequence: of the step that they are of; 0 likewise.
         parameters, reshards: those that change.
         amounts: of a rank in a step.
         new_warnings, gone_warnings: a line each.
@@ -125,6 +126,8 @@ class ProgramDiff:
     before: str
     after: str
     gpu: str
+    batch: int
+    sequence: int
     parameters: tuple[ParameterChange, ...]
     reshards: tuple[ReshardChange, ...]
     amounts: tuple[DiffAmount, ...]

@@ -99,7 +99,7 @@ class _Page:
             yield html_card(f"memory of a rank, {fits} {bytes_text(cost.available)}", bytes_text(cost.memory.total))
             yield html_card(f"a step on {cost.gpu}", seconds_text(cost.step.total_seconds))
             yield html_card("of it exposed communication", seconds_text(cost.step.exposed_seconds))
-            yield html_card("tokens a second", f"{cost.tokens_per_second:,.0f}")
+            yield html_card(f"{'tokens' if cost.sequence > 1 else 'inputs'} a second", f"{cost.tokens_per_second:,.0f}")
             if cost.mfu is not None:
                 yield html_card("MFU", f"{cost.mfu:.1%}")
 
