@@ -1,8 +1,8 @@
-"""docs/scaling.json, what programs of large models say of each degree; docs/scaling.md, their tables.
+"""docs/scaling.json, what programs of large models say of each degree; docs/scaling.md and .svg, tables and a plot.
 
-python -m tests.cost.scaling                  compile all, estimate, and write both
+python -m tests.cost.scaling                  compile all, estimate, and write them
 python -m tests.cost.scaling "Llama 3.1 8B"   this model alone; the other rows stay
-python -m tests.cost.scaling --page           the page from the rows that there are
+python -m tests.cost.scaling --page           page and plot from the rows that there are
 
 Models are transformers' own on `meta`, whole, with the published values of their configs.
 """
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import tpplan
-from tests.cost import mlp_table
+from tests.cost import mlp_table, scaling_plot
 from tpplan.bench.environment import describe_environment
 from tpplan.cost.asked_costs import CHECKPOINTING
 from tpplan.cost.cluster import cluster_of
@@ -30,7 +30,7 @@ from tpplan.cost.link_times import Group
 from tpplan.cost.traffic import module_traffic
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE, ROWS = DOCS / "scaling.md", DOCS / "scaling.json"
+PAGE, PLOT, ROWS = DOCS / "scaling.md", DOCS / "scaling.svg", DOCS / "scaling.json"
 LENGTH, MOST_SEQUENCES = 8192, 2048
 MICRO = (1, 2, 4)
 GPU, DEGREES, GPUS = "h100", (1, 2, 4, 8, 16, 32, 64), (8, 64, 512, 4096, 16384)
@@ -55,6 +55,9 @@ MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "DeepSeek-V3 671B": ("deepseek_v3", {}),  # the defaults of its config are the published values
 }
 """By name the model type and the config."""
+HIDDEN = {"Qwen3 235B-A22B": 4096, "DeepSeek-V3 671B": 7168} | {
+    name: values["hidden_size"] for name, (kind, values) in MODELS.items() if kind == "llama"
+}
 
 
 @dataclass(frozen=True)
@@ -219,8 +222,16 @@ def page(rows: list[ScaledRow], told: Mapping[str, str]) -> str:
                 _steps(own),
             ]
             parts += [f"tp {row.tp} is refused: {row.refused}." for row in own if row.refused]
-    parts += [_WHERE, "\n".join(_stops(rows)), _MLP, mlp_table.performance(), _measured(told)]
+    parts += [_WHERE, "\n".join(_stops(rows)), _PLOT, _MLP, mlp_table.performance(), _measured(told)]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def plot(rows: list[ScaledRow]) -> str:
+    """Communication against kernels of one sequence, a line of each model."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in [row for row in rows if not row.refused]:
+        lines.setdefault(f"{row.model}, hidden {HIDDEN[row.model]}", []).append((row.tp, row.exposed / row.compute))
+    return scaling_plot.svg(lines)
 
 
 def _degrees(rows: list[ScaledRow]) -> str:
@@ -342,6 +353,12 @@ def _half(rows: list[ScaledRow], row: ScaledRow, step: ScaledStep) -> str:
     return f" (half is {step.tokens / held.tokens - 1:.0%} slower)" if held.fits else " (half doesn't fit)"
 
 
+_PLOT = """
+Of one sequence on tp GPUs, what communication takes against kernels. It grows with the degree, and of Llamas it is the
+less the wider they are; beyond the eight GPUs of a node it goes by the network.
+
+![Exposed communication against kernels, over the tensor parallel degree, of five models](scaling.svg)
+"""
 _MLP = """\
 ## One MLP
 What tutorials on tensor parallelism tell of 4096 → 11008 → 4096 on 16 × 128 tokens in float32: 1.90 × on two GPUs,
@@ -375,6 +392,7 @@ def write(rows: list[ScaledRow], told: Mapping[str, str]) -> None:
     lines = ",\n".join(f"  {json.dumps(_rounded(asdict(row)))}" for row in rows)
     ROWS.write_text(f'{{"measured": {json.dumps(told)},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
     PAGE.write_text(page(*read()), encoding="utf-8")
+    PLOT.write_text(plot(read()[0]), encoding="utf-8")
 
 
 def _rounded(held: Any) -> Any:

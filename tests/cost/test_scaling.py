@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 def test_the_page_is_what_its_rows_give() -> None:
     rows, told = scaling.read()
     assert scaling.page(rows, told) == scaling.PAGE.read_text(encoding="utf-8")
+    assert scaling.plot(rows) == scaling.PLOT.read_text(encoding="utf-8")
     assert {(row.model, row.tp) for row in rows} == {(name, tp) for name in scaling.MODELS for tp in scaling.DEGREES}
     assert all(step.memory <= 78.7e9 for row in rows for step in row.steps if step.fits)
 

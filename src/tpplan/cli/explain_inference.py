@@ -11,7 +11,6 @@ from tpplan.cli.compile_model import model_and_inputs, ranks_of, usual_sizes
 from tpplan.cli.exit_codes import CLEAN
 
 if TYPE_CHECKING:
-
     from tpplan.plan import Plan
 
 

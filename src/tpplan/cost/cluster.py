@@ -191,7 +191,7 @@ def _read(root: Node | None, path: Path, problems: Problems) -> Cluster | None:
 
 
 def _number(name: str, node: Node, problems: Problems) -> float | int:
-    number = node.value if isinstance(node, ScalarNode) and _positive(node) else 0
+    number = _positive(node)
     least = "a share between 0 and 1" if name in _SHARES else f"a {'whole ' * (name in _WHOLE)}number above 0"
     if number <= 0 or (name in _SHARES and number > 1) or (name in _WHOLE and number % 1):
         _wrong(
@@ -220,20 +220,21 @@ def _table(name: str, node: Node, problems: Problems) -> dict[str, Any]:
                 problems, value, f"`{key.text}` has to be FLOPs a second", "write `bfloat16: 989e12`"
             )  # fmt: skip
         else:
-            items = value.items if isinstance(value, ListNode) else ()
-            least = "shares between 0 and 1" if name == "efficiency" else "numbers above 0"
-            over = [item for item in items if _positive(item) and name == "efficiency" and item.value > 1]  # pyright: ignore
-            if len(items) != len(_BY_RANKS) or over or not all(map(_positive, items)):
+            items = [_positive(item) for item in value.items] if isinstance(value, ListNode) else []
+            least, most = ("shares between 0 and 1", 1) if name == "efficiency" else ("numbers above 0", math.inf)
+            if len(items) != len(_BY_RANKS) or not all(0 < item <= most for item in items):
                 _wrong(problems, value, f"`{key.text}` has to be a list of three {least}, on 2, 4 and 8 ranks",
                        f"write `{key.text}: {list(built_in()['h100'][name][key.text])}`")  # fmt: skip
             else:
-                found[key.text] = [float(item.value) for item in items if isinstance(item, ScalarNode)]  # pyright: ignore
+                found[key.text] = items
     return found
 
 
-def _positive(node: Node) -> bool:
+def _positive(node: Node) -> float:
+    """The number above 0 that stands there; 0 if none does."""
     value = node.value if isinstance(node, ScalarNode) else None
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else 0
+    return number if 0 < number < math.inf else 0
 
 
 def _wrong(problems: Problems, node: Node, message: str, way_out: str) -> None:
