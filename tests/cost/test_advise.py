@@ -301,6 +301,32 @@ def test_a_size_that_cannot_be_is_refused(options: dict[str, Any]) -> None:
         tpplan.advise(llama(), **asked)
 
 
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"batch": 4}, "pass `batch=2, sequence=16`"),
+        ({"sequence": 8}, "pass `batch=2, sequence=16`"),
+        ({"inputs": {"y": torch.zeros(2, 16, 64)}}, "TP110"),
+    ],
+)
+def test_inputs_are_of_the_size_that_is_asked_for(asked: dict[str, Any], told: str) -> None:
+    options: dict[str, Any] = {"gpus": 2, "batch": 2, "sequence": 16, "inputs": {"x": torch.zeros(2, 16, 64)}}
+    with pytest.raises(tpplan.TpplanError, match=told):
+        tpplan.advise(Mlp(), **options | asked)
+
+
+def mlp_of_three() -> tuple[nn.Module, dict[str, Any]]:
+    return Mlp(), {"x": torch.zeros(3, 24, 64)}
+
+
+def test_the_command_takes_the_size_of_the_inputs_that_a_model_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--model", f"{__name__}:mlp_of_three", "--gpus", "1", "--target-memory", "9KiB"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "3 × 24 tokens" in text and "a rank lacks 0.0 GiB" not in text
+    assert main(["advise", "--model", f"{__name__}:mlp_of_three", "--gpus", "1", "--batch", "4"]) == 2
+    assert "batch=3, sequence=24" in capsys.readouterr().err
+
+
 COMMAND = ["advise", "--model", "hf:llama", "--gpus", "2", "--seq", "32", "--set", "dtype=bfloat16"]
 
 

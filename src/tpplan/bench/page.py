@@ -15,7 +15,8 @@ _HEAD = """\
 Written by `tpplan bench --docs docs`; the raw figures are in [benchmarks/](benchmarks/). None of them needs a GPU: they
 measure what tpplan itself adds, on torch's fake process group, whose collectives return at once; those of checkpoints,
 of the loss, of overlap, of steps against the alternatives and of serving are of gloo processes. Triton kernels are
-measured on a GPU, apart, and so is from which size on each pays: see [kernels.md](kernels.md).
+measured on a GPU, apart, and so is from which size on each pays: see [kernels.md](kernels.md). What the cost model
+predicts stands beside published figures of GPUs, with its error, in [costs.md](costs.md#how-far-off-it-is).
 """
 _ABOUT = {
     "collectives": """\

@@ -39,7 +39,10 @@ def register(subparsers: Subparsers) -> None:
         help="tokens of each sequence (default: 4096, or as many as the model has positions for)",
     )  # fmt: skip
     parser.add_argument(
-        "--batch", type=positive, default=_BATCH, metavar="B", help="sequences of a replica (default: 1)"
+        "--batch",
+        type=positive,
+        metavar="B",
+        help="sequences of a replica (default: 1, or those of the model's inputs)",
     )
     parser.add_argument("--inference", action="store_true", help="for generation after a prompt, not for training")
     parser.add_argument("--target-memory", metavar="SIZE", help="bytes that a rank may take, such as 70GiB")
@@ -68,14 +71,18 @@ def run(arguments: argparse.Namespace) -> int:
     with doing("building the model"):
         model, inputs = load_model(arguments.model, dict(arguments.overrides))
     from tpplan.forecast.degrees import advise
-    from tpplan.inputs import most_positions
+    from tpplan.forecast.measurement import SizedCall
+    from tpplan.inputs import example_call, most_positions
     from tpplan.report.estimate_tables import advice_markdown, render_advice
 
-    most = most_positions(model)
+    batch, sequence = _BATCH, min(_SEQUENCE, most_positions(model) or _SEQUENCE)
+    if inputs is not None:
+        held = SizedCall.of(model, *example_call(model, 1, inputs))
+        batch, sequence = held.batch, held.sequence
     advice = advise(
-        model, arguments.gpus, batch=arguments.batch,
-        sequence=arguments.sequence or min(_SEQUENCE, most or _SEQUENCE), inference=arguments.inference,
-        target_memory=target, optimizer=arguments.optimizer, topology=cluster, inputs=inputs,
+        model, arguments.gpus, batch=arguments.batch or batch, sequence=arguments.sequence or sequence,
+        inference=arguments.inference, target_memory=target, optimizer=arguments.optimizer, topology=cluster,
+        inputs=inputs,
     )  # fmt: skip
     print_table(
         arguments.format,

@@ -39,12 +39,13 @@ from tpplan.cost.other_degrees import (
 )
 from tpplan.cost.state_memory import optimizer_seconds
 from tpplan.forecast.estimate import estimate
-from tpplan.forecast.measurement import Measurement
-from tpplan.inputs import with_labels
-from tpplan.plan import CompileError, Plan, load_plan
+from tpplan.forecast.measurement import Measurement, SizedCall
+from tpplan.inputs import example_call, with_labels
+from tpplan.plan import ArgumentError, CompileError, Plan, load_plan
 from tpplan.plan.locate import shipped_plan_names
 from tpplan.plan.taken import FLAG, SIZE, TEXT, takes
 from tpplan.progress import doing
+from tpplan.report.quantities import bytes_text
 from tpplan.runtime.compiled.compiled_before import bare
 from tpplan.runtime.parameters.taken_apart import taken_apart
 from tpplan.served import served
@@ -84,7 +85,7 @@ def advise(
         target_memory: bytes that a rank may take, or a text such as `70GiB`; less than the GPU has, for the rest.
         optimizer: see `estimate`.
         topology: see `estimate`.
-        inputs: an example call of that batch and sequence, for a model whose calls can't be made up.
+        inputs: an example call of that size, for a model whose calls can't be made up.
         compiled: see `estimate`.
 
     Returns:
@@ -94,8 +95,8 @@ def advise(
     Raises:
         CostError: TP220, a name that isn't known.
         PlanError: TP221, the topology file has mistakes.
-        CompileError: TP111, there are no inputs, and none can be made up.
-        ArgumentError: an argument is of another kind, or `target_memory` is no size.
+        CompileError: TP111, there are no inputs, and none can be made up; TP110, they don't fit.
+        ArgumentError: an argument is of another kind, `target_memory` is no size, or `inputs` are of another size.
 
     Example:
         >>> advice = tpplan.advise(model, gpus=2, gpu="h100", batch=4, sequence=1, inputs={"x": x})
@@ -108,6 +109,11 @@ def advise(
     available = int(cluster.memory * cluster.usable)
     if target_memory is not None:
         available = min(available, bytes_of(target_memory))
+    if inputs is not None:
+        held = SizedCall.of(model, *example_call(model, 1, inputs))
+        if held.batch != batch or held.sequence not in (1, sequence):  # a picture has none
+            sizes = f"`batch={held.batch}, sequence={held.sequence}`"
+            raise ArgumentError(f"advise: `inputs` are of another size than {batch} × {sequence}: pass {sizes}")
     with bare(model) as stock, taken_apart(stock):
         subject = _AdvisedModel(stock, batch, sequence, inference, inputs)
         around = _Choices(subject, cluster, available, gpus, optimizer, compiled)
@@ -299,7 +305,7 @@ class _Choices:
         reasons: list[str] = []
         if over > 0:
             largest = max(row.memory.parts, key=lambda name: row.memory.parts[name] if row.memory else 0)
-            reasons.append(f"a rank lacks {over / 2**30:.1f} GiB; most of it is {largest}")
+            reasons.append(f"a rank lacks {bytes_text(over)}; most of it is {largest}")
         if self._nodes(row.tp) > 1:
             reasons.append(f"warning: tensor parallelism over {self._nodes(row.tp)} nodes goes by their network")
         if recommended:
