@@ -47,6 +47,18 @@ def test_it_is_a_page_about_memory_and_calls_without_gradients(capsys: pytest.Ca
     assert any(line.startswith("temporary ") for line in lines) and "of temporary memory." in text
 
 
+def test_with_a_gpu_it_ends_with_the_time_of_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHOW, "--gpu", "h100", "--dp", "2", "--assumptions"]) == 0
+    text = capsys.readouterr().out
+    assert "the prompts, tp 4, dp 2, batch 1 × 1,024" in text and "each token more" in text and "launch" in text
+    assert main([*SHOW, "--gpu", "h100", "--format", "json"]) == 0
+    view = json.loads(capsys.readouterr().out)
+    assert view["estimate"]["memory"]["cache"] == view["cache"]["bytes_by_rank"][0]
+    assert view["estimate"]["generation"]["token_seconds"] > 0 and view["estimate"]["mfu"] is None
+    assert main([*SHOW, "--gpu", "h100", "--optimizer", "sgd"]) == 2
+    assert "--optimizer is of training; leave out --inference" in capsys.readouterr().err
+
+
 def test_json_has_the_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHOW, "--format", "json"]) == 0
     view = json.loads(capsys.readouterr().out)

@@ -44,6 +44,12 @@ def check_costs(arguments: argparse.Namespace, *, drawn: bool = False) -> None:
     for name, value in usual.items():
         if not drawn and not is_priced(arguments) and getattr(arguments, name, None):
             raise UsageError(f"--{name} is of an estimate, which takes --gpu or --topology")
+        if (
+            name in ("optimizer", "checkpointing", "fsdp")
+            and getattr(arguments, name, None)
+            and is_of_prompts(arguments)
+        ):
+            raise UsageError(f"--{name} is of training; leave out --inference")
         setattr(arguments, name, getattr(arguments, name, None) or value)
     if drawn or is_priced(arguments):
         from tpplan.cost.asked_costs import asked_cluster
@@ -56,6 +62,11 @@ def is_priced(arguments: argparse.Namespace) -> bool:
     return arguments.gpu is not None or arguments.topology is not None
 
 
+def is_of_prompts(arguments: argparse.Namespace) -> bool:
+    """Whether costs are those of generation."""
+    return getattr(arguments, "inference", False)
+
+
 def cost_of(arguments: argparse.Namespace, program: Program) -> Estimate | None:
     """What a program costs on `--gpu` or `--topology`; None if neither is given."""
     if not is_priced(arguments):
@@ -64,8 +75,18 @@ def cost_of(arguments: argparse.Namespace, program: Program) -> Estimate | None:
 
     return estimate(
         program, arguments.gpu or DEFAULT_GPU, optimizer=arguments.optimizer, checkpointing=arguments.checkpointing,
-        dp=arguments.dp, fsdp=arguments.fsdp, topology=arguments.topology,
+        dp=arguments.dp, fsdp=arguments.fsdp, topology=arguments.topology, inference=is_of_prompts(arguments),
     )  # fmt: skip
+
+
+def print_cost(cost: Estimate, assumptions: bool) -> None:
+    """Print an estimate below what is told of a program."""
+    from tpplan.report.diagnostics import wants_color
+    from tpplan.report.estimate_tables import render_estimate
+    from tpplan.report.quantities import encodable
+
+    text = render_estimate(cost, terminal_width(), wants_color(sys.stdout), assumptions)
+    print("\n" + encodable(text, sys.stdout.encoding))
 
 
 def print_table(
@@ -82,4 +103,12 @@ def print_table(
     print(encodable(text, sys.stdout.encoding))
 
 
-__all__ = ["add_cost_arguments", "add_gpu_arguments", "check_costs", "cost_of", "is_priced", "print_table"]
+__all__ = [
+    "add_cost_arguments",
+    "add_gpu_arguments",
+    "check_costs",
+    "cost_of",
+    "is_priced",
+    "print_cost",
+    "print_table",
+]

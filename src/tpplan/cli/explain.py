@@ -16,7 +16,7 @@ from tpplan.cli.arguments import (
     terminal_width,
 )
 from tpplan.cli.compile_model import compile_for, model_and_inputs, plan_named
-from tpplan.cli.cost_arguments import add_cost_arguments, check_costs, cost_of, is_priced
+from tpplan.cli.cost_arguments import add_cost_arguments, check_costs, cost_of, is_priced, print_cost
 from tpplan.cli.exit_codes import CLEAN, UsageError
 from tpplan.cli.explain_kernels import tell_of_kernels, where_it_pays
 
@@ -104,8 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--inference is about the whole model; leave out MODULE")
     if arguments.premises and (arguments.module is not None or arguments.inference):
         raise UsageError("--premises are of the whole call; leave out MODULE and --inference")
-    if is_priced(arguments) and (arguments.module is not None or arguments.premises or arguments.inference):
-        raise UsageError("--gpu is about a step of the whole model; leave out MODULE, --premises and --inference")
+    if is_priced(arguments) and (arguments.module is not None or arguments.premises):
+        raise UsageError("--gpu is about a step of the whole model; leave out MODULE and --premises")
     if arguments.why and arguments.module is None:
         raise UsageError("--why is about a module; give MODULE")
     check_costs(arguments, drawn=arguments.format == "html")
@@ -138,17 +138,8 @@ def run(arguments: argparse.Namespace) -> int:
             show_choices(arguments, plan, (model, inputs), wanted)
         tell_of_kernels(program)
         if cost is not None:
-            _print_cost(cost, arguments.assumptions)
+            print_cost(cost, arguments.assumptions)
     return CLEAN
-
-
-def _print_cost(cost: Estimate, assumptions: bool) -> None:
-    from tpplan.report.diagnostics import wants_color
-    from tpplan.report.estimate_tables import render_estimate
-    from tpplan.report.quantities import encodable
-
-    text = render_estimate(cost, terminal_width(), wants_color(sys.stdout), assumptions)
-    print("\n" + encodable(text, sys.stdout.encoding))
 
 
 def _pattern(text: str) -> Pattern:

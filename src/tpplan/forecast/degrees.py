@@ -161,9 +161,7 @@ class _AdvisedModel:
         if plan is None and tp > 1:
             name = type(inner.model).__name__
             plan = load_plan(write_plan(search(inner.model, tp, *call, sequence_parallel), name))
-        request = Request(inner.model, plan or Plan(), tp, *call, training=not self.inference)
-        compiled = compile_call(request)
-        return replace(compiled.program, measure=Measurement(inner.model, compiled, *call))
+        return measured_program(Request(inner.model, plan or Plan(), tp, *call, training=not self.inference))
 
     def _plan(self, sequence_parallel: bool) -> Plan | None:
         kind = getattr(getattr(self.model, "config", None), "model_type", None)
@@ -171,14 +169,26 @@ class _AdvisedModel:
         return load_plan(name) if name in shipped_plan_names() else None
 
     def _keywords(self, model: nn.Module, keywords: dict[str, Any]) -> dict[str, Any]:
-        accepted = inspect.signature(type(model).forward).parameters
-        config = hasattr(getattr(model, "config", None), "to_dict")
-        asked: dict[str, Any] = {"use_cache": False}
-        if self.inference:
-            asked["logits_to_keep"] = 1
-        elif self.inputs is None:
-            keywords = with_labels(model, keywords)
-        return {**{k: v for k, v in asked.items() if config and k in accepted and k not in keywords}, **keywords}
+        labelled = keywords if self.inference or self.inputs is not None else with_labels(model, keywords)
+        return {**step_settings(model, self.inference), **labelled}
+
+
+def measured_program(request: Request) -> Program:
+    """The program of a request, which measures itself.
+
+    Raises:
+        CompileError: there is none.
+    """
+    compiled, call = compile_call(request), (request.arguments, dict(request.keywords))
+    return replace(compiled.program, measure=Measurement(request.model, compiled, *call))
+
+
+def step_settings(model: nn.Module, inference: bool) -> dict[str, Any]:
+    """What a model of transformers is called with to tell a step, or a prompt before generation: without a cache."""
+    accepted = inspect.signature(type(model).forward).parameters
+    known = hasattr(getattr(model, "config", None), "to_dict")
+    asked = {"use_cache": False} | ({"logits_to_keep": 1} if inference else {})
+    return {name: held for name, held in asked.items() if known and name in accepted}
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,4 +415,4 @@ def _impossible(tp: int, dp: int, split: bool, fsdp: bool, reason: str) -> Advic
     return AdviceRow(tp, dp, split, fsdp, "none", "", False, None, None, 0.0, None, 0.0, 0, False, reason)
 
 
-__all__ = ["advise"]
+__all__ = ["advise", "measured_program", "step_settings"]

@@ -71,7 +71,11 @@ def _memory(cost: Estimate) -> Table:
 
 def _step(cost: Estimate) -> Table:
     degrees = f"tp {cost.tp}" + (f", {'fsdp' if cost.fsdp else 'dp'} {cost.dp}" if cost.dp > 1 else "")
-    table = new_table(f"a step, {degrees}, batch {cost.batch} × {cost.sequence:,}", "", right=(1,))
+    table = new_table(
+        f"{'a step' if cost.generation is None else 'the prompts'}, {degrees}, batch {cost.batch} × {cost.sequence:,}",
+        "",
+        right=(1,),
+    )
     step = cost.step
     table.add_row("compute", seconds_text(step.compute_seconds))
     table.add_row("communication", seconds_text(step.communication_seconds))
