@@ -299,3 +299,13 @@ def test_a_call_without_a_sequence_has_a_batch_alone() -> None:
     assert tpplan.estimate(tpplan.Program.from_dict(json.loads(held.to_json())), batch=8).batch == 8
     with pytest.raises(tpplan.CostError, match="no sequence"):
         tpplan.estimate(held, sequence=8)
+
+
+def test_checkpoints_without_blocks_are_said_to_change_nothing(compiled: tpplan.Program) -> None:
+    x, plan = torch.zeros(2, 16, 64), {"version": 1, "modules": {"0.up": "colwise", "0.down": "rowwise"}}
+    plain = tpplan.compile_plan(nn.Sequential(Block(64)), plan, 2, x)
+    none, full = (tpplan.estimate(plain, checkpointing=kind) for kind in ("none", "full"))
+    assert none.memory == full.memory and "ModuleList" in " ".join(full.guesses)
+    assert not any(
+        "ModuleList" in guess for guess in (*none.guesses, *tpplan.estimate(compiled, checkpointing="full").guesses)
+    )

@@ -301,6 +301,8 @@ class _Costing:
         guesses = list(self.cluster.guesses)
         if self._group.nodes > 1:
             guesses.append("collectives of tensor parallelism between nodes")
+        if self.checkpointing != "none" and not work.lists:
+            guesses.append("checkpoints wrap blocks of a ModuleList, and the model has none: they change nothing here")
         return Estimate(
             self.cluster.name, program.plan, program.model, self.tp, self.dp, self.fsdp, batch, sequence,
             self.optimizer, self.checkpointing, memory, step, tokens, mfu, memory.total <= available, available,
