@@ -75,9 +75,12 @@ def with_labels(model: nn.Module, keywords: Mapping[str, Any]) -> dict[str, Any]
     return {**keywords, "labels": tokens.clone()}
 
 
-def most_positions(model: nn.Module) -> int | None:
-    """How many tokens a made-up call of a transformers model may have, where its config has a limit."""
-    return _shortest_table(getattr(model, "config", None))
+_USUAL = 4096
+
+
+def usual_length(model: nn.Module) -> int:
+    """The tokens of a sequence for which costs are told: 4096, or what a transformers model has positions for."""
+    return min(_USUAL, _shortest_table(getattr(model, "config", None)) or _USUAL)
 
 
 def _made_up(model: nn.Module, size: int, batch: int, sequence: int | None) -> dict[str, Any]:

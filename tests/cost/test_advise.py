@@ -315,6 +315,13 @@ def test_inputs_are_of_the_size_that_is_asked_for(asked: dict[str, Any], told: s
         tpplan.advise(Mlp(), **options | asked)
 
 
+def test_sizes_are_those_of_the_inputs_or_usual_ones() -> None:
+    given = tpplan.advise(Mlp(), 1, inputs={"x": torch.zeros(2, 16, 64)})
+    usual = tpplan.advise(llama(), 1)
+    assert (given.batch, given.sequence) == (2, 16)
+    assert (usual.batch, usual.sequence) == (1, llama().config.max_position_embeddings)
+
+
 def mlp_of_three() -> tuple[nn.Module, dict[str, Any]]:
     return Mlp(), {"x": torch.zeros(3, 24, 64)}
 

@@ -19,7 +19,6 @@ _EXAMPLES = """\
   tpplan advise --model Llama-3.1-70B --gpus 8 --inference --seq 8192 --batch 4
   tpplan advise --model Llama-3.1-8B --gpus 8 --target-memory 70GiB --format markdown
 """
-_BATCH, _SEQUENCE = 1, 4096
 
 
 def register(subparsers: Subparsers) -> None:
@@ -71,16 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
     with doing("building the model"):
         model, inputs = load_model(arguments.model, dict(arguments.overrides))
     from tpplan.forecast.degrees import advise
-    from tpplan.forecast.measurement import SizedCall
-    from tpplan.inputs import example_call, most_positions
     from tpplan.report.estimate_tables import advice_markdown, render_advice
 
-    batch, sequence = _BATCH, min(_SEQUENCE, most_positions(model) or _SEQUENCE)
-    if inputs is not None:
-        held = SizedCall.of(model, *example_call(model, 1, inputs))
-        batch, sequence = held.batch, held.sequence
     advice = advise(
-        model, arguments.gpus, batch=arguments.batch or batch, sequence=arguments.sequence or sequence,
+        model, arguments.gpus, batch=arguments.batch, sequence=arguments.sequence,
         inference=arguments.inference, target_memory=target, optimizer=arguments.optimizer, topology=cluster,
         inputs=inputs,
     )  # fmt: skip

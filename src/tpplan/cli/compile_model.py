@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from tpplan.plan import Diagnostic, Plan
 
 DEFAULT_TP = 2
-_BATCH, _SEQUENCE = 1, 4096
 
 
 def ranks_of(arguments: argparse.Namespace) -> int:
@@ -83,12 +82,10 @@ def model_and_inputs(
 
 def usual_sizes(arguments: argparse.Namespace, model: nn.Module) -> dict[str, int]:
     """What costs are told for, if nothing else is asked for: 4096 tokens, or what the model and the ranks can take."""
-    from tpplan.inputs import most_positions
+    from tpplan.inputs import usual_length
 
-    ranks, longest = ranks_of(arguments), min(_SEQUENCE, most_positions(model) or _SEQUENCE)
-    return {
-        "batch": arguments.batch or _BATCH, "sequence": arguments.sequence or longest // ranks * ranks or longest,
-    }  # fmt: skip
+    ranks, longest = ranks_of(arguments), usual_length(model)
+    return {"batch": arguments.batch or 1, "sequence": arguments.sequence or longest // ranks * ranks or longest}
 
 
 def compile_for(

@@ -40,7 +40,7 @@ from tpplan.cost.other_degrees import (
 from tpplan.cost.state_memory import optimizer_seconds
 from tpplan.forecast.estimate import estimate
 from tpplan.forecast.measurement import Measurement, SizedCall
-from tpplan.inputs import example_call, with_labels
+from tpplan.inputs import example_call, usual_length, with_labels
 from tpplan.plan import ArgumentError, CompileError, Plan, load_plan
 from tpplan.plan.locate import shipped_plan_names
 from tpplan.plan.taken import FLAG, SIZE, TEXT, takes
@@ -65,8 +65,8 @@ def advise(
     gpus: int = 8,
     gpu: str = "h100",
     *,
-    batch: int,
-    sequence: int,
+    batch: int | None = None,
+    sequence: int | None = None,
     inference: bool = False,
     target_memory: int | str | None = None,
     optimizer: str = "adamw",
@@ -80,7 +80,8 @@ def advise(
         model: the stock model; on `meta` it takes no memory. It is not changed.
         gpus: how many there are; the ranks of a row's plan times its replicas.
         gpu: see `estimate`.
-        batch, sequence: of one replica in one step: sequences, and tokens of each.
+        batch, sequence: of one replica in one step: sequences, and tokens of each. By default those of `inputs`, or one
+            sequence of 4096 tokens, or of as many as the model has positions for.
         inference: whether for generation after a prompt of that size, and not for training.
         target_memory: bytes that a rank may take, or a text such as `70GiB`; less than the GPU has, for the rest.
         optimizer: see `estimate`.
@@ -109,8 +110,11 @@ def advise(
     available = int(cluster.memory * cluster.usable)
     if target_memory is not None:
         available = min(available, bytes_of(target_memory))
-    if inputs is not None:
+    if inputs is None:
+        batch, sequence = batch or 1, sequence or usual_length(model)
+    else:
         held = SizedCall.of(model, *example_call(model, 1, inputs))
+        batch, sequence = batch or held.batch, sequence or held.sequence
         if held.batch != batch or held.sequence not in (1, sequence):  # a picture has none
             sizes = f"`batch={held.batch}, sequence={held.sequence}`"
             raise ArgumentError(f"advise: `inputs` are of another size than {batch} × {sequence}: pass {sizes}")
