@@ -43,7 +43,7 @@ from tpplan.forecast.measurement import Measurement, SizedCall
 from tpplan.inputs import example_call, usual_length, with_labels
 from tpplan.plan import ArgumentError, CompileError, Plan, load_plan
 from tpplan.plan.locate import shipped_plan_names
-from tpplan.plan.taken import FLAG, SIZE, TEXT, takes
+from tpplan.plan.taken import FLAG, SIZE, TEXT, optional, takes
 from tpplan.progress import doing
 from tpplan.report.quantities import bytes_text
 from tpplan.runtime.compiled.compiled_before import bare
@@ -57,8 +57,8 @@ _NODES_OF_TP = 2  # beyond, tensor parallelism never pays
 
 
 @takes(
-    model=MODEL, gpus=SIZE, gpu=TEXT, batch=SIZE, sequence=SIZE, inference=FLAG, target_memory=MEMORY, optimizer=TEXT,
-    topology=TOPOLOGY, inputs=INPUTS, compiled=FLAG,
+    model=MODEL, gpus=SIZE, gpu=TEXT, batch=optional(SIZE), sequence=optional(SIZE), inference=FLAG, target_memory=MEMORY,
+    optimizer=TEXT, topology=TOPOLOGY, inputs=INPUTS, compiled=FLAG,
 )  # fmt: skip
 def advise(
     model: nn.Module,
