@@ -57,8 +57,8 @@ _NODES_OF_TP = 2  # beyond, tensor parallelism never pays
 
 
 @takes(
-    model=MODEL, gpus=SIZE, gpu=TEXT, batch=optional(SIZE), sequence=optional(SIZE), inference=FLAG, target_memory=MEMORY,
-    optimizer=TEXT, topology=TOPOLOGY, inputs=INPUTS, compiled=FLAG,
+    model=MODEL, gpus=SIZE, gpu=TEXT, batch=optional(SIZE), sequence=optional(SIZE), inference=FLAG,
+    target_memory=MEMORY, optimizer=TEXT, topology=TOPOLOGY, inputs=INPUTS, compiled=FLAG,
 )  # fmt: skip
 def advise(
     model: nn.Module,
