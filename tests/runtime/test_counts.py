@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import tpplan
 from tests.compiler.toys import HIDDEN
-from tests.runtime.simulated import plan_of, worst
+from tests.runtime.simulated import plan_of, verdicts, worst
 from tpplan.compiler.pipeline import compile_call
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.counts import shared_out
@@ -94,6 +94,35 @@ def in_a_loop(rows: Tensor, counts: list[int]) -> Any:
     return [torch.stack([rows[0] for _ in range(counts[0])]), *rows.split(counts)[1:]]
 
 
+def with_a_number(rows: Tensor, counts: list[int]) -> Any:
+    return [rows.new_zeros(counts[0], HIDDEN), *rows.split(counts)[1:]]
+
+
+def with_a_power(rows: Tensor, counts: list[int]) -> Any:
+    return (rows * counts[0] ** 2).split(counts)
+
+
+def of_more_rows(rows: Tensor, counts: list[int]) -> Any:
+    longer = torch.cat([rows, rows])
+    return [rows[: counts[0]] + longer[: counts[0]], *rows.split(counts)[1:]]
+
+
+def unless_just_one_is_empty(rows: Tensor, counts: list[int]) -> Any:
+    return rows.softmax(-1).split(counts) if counts.count(0) == 1 else rows.split(counts)
+
+
+def with_another_for_each_empty(rows: Tensor, counts: list[int]) -> Any:
+    pieces, start = list[Tensor](), 0
+    for count in counts:
+        pieces.append(rows[:1][:0] * 2 if count == 0 else rows[start : start + count])
+        start += count
+    return pieces
+
+
+def numbers_of(counts: Tensor) -> list[int]:
+    return counts.tolist()
+
+
 class Sorted(nn.Module):
     """Tokens sorted by expert, a gated layer for each, and what they make added up by token."""
 
@@ -109,7 +138,7 @@ class Sorted(nn.Module):
         weights, chosen = self.gate(rows).softmax(-1).topk(2)
         hits = torch.zeros(len(rows), EXPERTS, device=x.device).scatter(1, chosen, 1.0)
         order = chosen.flatten().argsort(stable=True)
-        pieces = self.split(rows[order // 2], hits.long().sum(0).tolist())
+        pieces = self.split(rows[order // 2], numbers_of(hits.long().sum(0)))
         made: list[Tensor] = []
         for i, piece in enumerate(pieces):
             gate, values = F.linear(piece, self.up[i]).chunk(2, -1)
@@ -144,13 +173,26 @@ def test_rows_are_split_by_other_numbers_in_each_call(split: Any) -> None:
     assert max(worst(model(split), RULES, 2, call(0), [call(seed) for seed in range(3)])) < TOLERANCE
 
 
-@pytest.mark.parametrize("split", [by_method, by_offsets, by_ends, without_empty, unless_empty])
+@pytest.mark.parametrize(
+    "split", [by_method, by_offsets, by_ends, without_empty, unless_empty, with_another_for_each_empty]
+)
 def test_some_get_no_rows_at_all(split: Any) -> None:
     calls = [call(seed, length=1) for seed in range(4)]
     assert max(worst(model(split), RULES, 4, calls[0], [*calls, call(0), call(1)])) < TOLERANCE
 
 
-@pytest.mark.parametrize("split", [unless_equal, of_some, of_another, by_sizes, in_a_loop])
+def test_which_of_them_are_empty_together_is_held_against_the_proof() -> None:
+    calls = [call(seed, length=1) for seed in range(8)]
+    told = verdicts(model(unless_just_one_is_empty), RULES, 2, calls[0], calls)
+    refused = [verdict for verdict in told if isinstance(verdict, str)]
+    assert all("TP131" in verdict and "softmax" in verdict for verdict in refused)
+    assert 0 < len(refused) < len(told) and all(isinstance(v, str) or v < TOLERANCE for v in told)
+
+
+@pytest.mark.parametrize(
+    "split",
+    [unless_equal, of_some, of_another, by_sizes, in_a_loop, with_a_number, with_a_power, of_more_rows],
+)
 def test_whatever_else_is_done_with_the_numbers_is_refused(split: Any) -> None:
     with pytest.raises(CompileError) as error:
         compile_call(Request(model(split), plan_of(RULES), 2, *call(0), device=torch.device("cpu")))

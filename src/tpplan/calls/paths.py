@@ -101,7 +101,7 @@ class Paths:
     def note(self, kind: CallKind, proof: Proof, compiled: Compiled) -> None:
         """Take the steps of calls of a kind that run by the program of `proof`."""
         path = self._paths.setdefault(kind.traced, Path())
-        for streams in (compiled.streams, compiled.later):
+        for streams in (compiled.streams, compiled.later, *compiled.fewer):
             if self._rank in streams:
                 path.streams.append((proof, streams[self._rank]))
         for assumed in compiled.assumptions:
@@ -110,7 +110,7 @@ class Paths:
         for location, found in compiled.tests.exact.items():
             path.tests[location] = max(len(found), path.tests.get(location, 0))
         path.drawn |= compiled.drawn
-        path.unseen |= compiled.draws_unseen
+        path.unseen |= compiled.draws_unseen or bool(compiled.fewer)
 
     def carry(self, kinds: Iterable[Part], state: int) -> None:
         """Take what is known of kinds of calls as known in another state of the model, too."""
@@ -148,7 +148,7 @@ class Paths:
         """
         path = self.of(key.kind)
         known = path.known_steps(proof, replaced, self._names)
-        other = known.other_side(steps, path.free)
+        other = known.other_side(steps, path.free) or known.other_order(steps)
         if other is not None:
             return other
         real, proved = known.without_varying(steps), known.steps

@@ -9,7 +9,7 @@ branch on a size, a device, a setting, the numbers in a tensor) shows in the cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import zip_longest
 from types import CodeType
@@ -74,11 +74,15 @@ class Proved:
         steps: of each proof.
         varying: code whose steps aren't compared, but for the sides of branches.
         sides: of each proof, those of branches in such code.
+        leaving: code in which parts without rows are left out.
+        pairs: the steps in such code, each with the one before it.
     """
 
     steps: list[list[Step]]
     varying: frozenset[CodeType]
     sides: list[frozenset[tuple[Location, bool | None]]]
+    leaving: frozenset[CodeType]
+    pairs: frozenset[tuple[Step | None, Step | None]]
 
     @classmethod
     def of(cls, streams: Sequence[Stream], replaced: frozenset[str], names: Mapping[str, str] | None) -> Proved:
@@ -86,7 +90,10 @@ class Proved:
         varying = frozenset[CodeType]().union(*(stream.varying_code() for stream in streams))
         runs = [[*stream.flat(replaced, names)] for stream in streams]
         sides = [frozenset((step.location, step.taken) for step in _branches(run, varying)) for run in runs]
-        return cls([[step for step in run if step.code not in varying] for run in runs], varying, sides)
+        leaving = frozenset[CodeType]().union(*(stream.leaving_code() for stream in streams))
+        pairs = frozenset(pair for run in runs for pair in _pairs(run, leaving))
+        compared = [[step for step in run if step.code not in varying] for run in runs]
+        return cls(compared, varying, sides, leaving, pairs)
 
     def without_varying(self, steps: Sequence[Step]) -> list[Step]:
         """Those steps of a call that are compared."""
@@ -105,6 +112,18 @@ class Proved:
             if other is None:
                 break
         return other and Departure(other._replace(taken=not other.taken), other)
+
+    def other_order(self, steps: Sequence[Step]) -> Departure | None:
+        """Where code that leaves parts out takes a step that follows the one before it in no proof."""
+        before, real = next((pair for pair in _pairs(steps, self.leaving) if pair not in self.pairs), (None, None))
+        proved = next((after for first, after in self.pairs if first == before), None)
+        return None if before is real is None else Departure(proved, real)
+
+
+def _pairs(steps: Sequence[Step], code: frozenset[CodeType]) -> Iterator[tuple[Step | None, Step | None]]:
+    """The steps in some code, each with the one before it, and the end; without their modules, which are all alike."""
+    held = [step._replace(module="") for step in steps if step.code in code]
+    return zip([None, *held], [*held, None], strict=True)
 
 
 def _branches(steps: Sequence[Step], code: frozenset[CodeType]) -> list[Step]:

@@ -70,6 +70,8 @@ from tpplan.plan import CompileError, Diagnostic, Severity, Style
 from tpplan.progress import doing
 from tpplan.state.reads import ANYTHING, functions_read, kinds_of, reads
 
+_EMPTIED = (1, 0), (1, 1), (2, 1)  # each place is empty in one, after an empty one and after another
+
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
@@ -92,6 +94,7 @@ class Compiled:
             alone, as numbers are read, or as calls after the first take another way.
         called: the modules that the call runs, with those of their arguments to which a gradient comes back.
         drawn, draws_unseen, tests: see `Trace`.
+        fewer: the steps of calls that leave parts without rows out.
         idle: the places that each call changes, and by which it steers nothing; see `Sequel`.
         untried: the rules that couldn't be tried where this was compiled.
         results: where the call returns tensors.
@@ -114,6 +117,7 @@ class Compiled:
     called: Mapping[str, frozenset[Path]] = field(default_factory=dict[str, frozenset[Path]])
     drawn: frozenset[str] = frozenset()
     draws_unseen: bool = False
+    fewer: tuple[Mapping[int, Stream], ...] = ()
     tests: Sides = field(default_factory=Sides)
     idle: frozenset[str] = frozenset()
     untried: tuple[Trial, ...] = ()
@@ -151,8 +155,8 @@ def compile_call(request: Request) -> Compiled:
             if unseen:
                 raise CompileError([*unseen, *error.diagnostics]) from error
             raise
-    streams = (*compiled.streams.values(), *compiled.later.values())
-    code = frozenset[CodeType]().union(*(stream.code() for stream in streams))
+    streams = (compiled.streams, compiled.later, *compiled.fewer)
+    code = frozenset[CodeType]().union(*(stream.code() for held in streams for stream in held.values()))
     read |= functions_read(code, kinds_of([*request.model.modules()]))
     unseen = unseen_findings(request.model, read, passed)
     if unseen:
@@ -182,12 +186,13 @@ def _compile_with_later(request: Request) -> Compiled:
     settings = trace.settings
     found = replace(request, training=settings.training, taken=settings.taken, device=settings.device, partly=True)
     found = replace(found, members=compiled.members)
-    for emptied in (0, 1) if trace.numbers.leaves_out else ():
+    for emptied in _EMPTIED if trace.numbers.leaving_out else ():
         other, fewer, _ = _compile(replace(found, emptied=emptied))
         refuse_difference(compiled.program, other.program, not _steering(fewer) <= _steering(trace))
         left_out = {*compiled.program.picked, *compiled.called.keys() - other.called.keys()}
         picked = sorted(name for name in left_out if name.rpartition(".")[0] not in left_out)
-        compiled = replace(compiled, program=replace(compiled.program, picked=tuple(picked)))
+        program = replace(compiled.program, picked=tuple(picked))
+        compiled = replace(compiled, program=program, fewer=(*compiled.fewer, other.streams))
     if not state.sequel.differs:
         return compiled
     with after_a_call(request.model, trace, request.arguments, request.keywords) as later:

@@ -65,7 +65,7 @@ class Request:
     looking: frozenset[str] = frozenset()
     replays: bool = False
     records: bool = True
-    emptied: int | None = None
+    emptied: tuple[int, int] | None = None
     captures: Captures = field(default_factory=Captures, compare=False)
 
     def capture_settings(self, training: bool) -> CaptureSettings:

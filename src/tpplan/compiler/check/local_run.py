@@ -198,13 +198,13 @@ def run_rank(
         if left and boundary.skipped and not every_call:
             return run_rank(given, attributes, excused, recorded, every_call=True)  # calls left out write as well
         found += left
-    stream = (
-        None
-        if state.heard is None
-        else Stream(boundary.filled(state.heard), given.trace.numbers.chosen, given.trace.effects.cached)
-    )
+    stream = None if state.heard is None else _stream(boundary.filled(state.heard), given.trace)
     first = min(found, key=_when, default=None)
     return first if first is None else replace(first, shown=boundary.shown_before(first.when, frames)), stream
+
+
+def _stream(heard: Heard, trace: Trace) -> Stream:
+    return Stream(heard, trace.numbers.chosen, trace.effects.cached, trace.numbers.leaving_out)
 
 
 def _unused_gradients(trace: Trace) -> Iterator[tuple[tuple[str, int, int], list[bool]]]:

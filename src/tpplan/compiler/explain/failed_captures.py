@@ -95,7 +95,7 @@ def _told(cause: BaseException, name: str) -> tuple[str, str] | None:
             f"{name} reads numbers of `{cause.absent}`, and the example call has none",
             "pass `inputs=` with the whole numbers of a real call, as a processor makes them, and not on `meta`",
         )
-    if getattr(cause, "counts", False) or any(f"type {held}" in text for held in _COUNTS):
+    if getattr(cause, "counts", False) or any(held in text for held in _COUNTS):
         return (
             f"{name} reads numbers that each call finds anew",
             "use numbers by which rows are split for nothing else: split or slice by all of them in their order, ask "

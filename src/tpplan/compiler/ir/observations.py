@@ -32,8 +32,8 @@ class CaptureSettings:
         replays: whether the generators of Python and of numpy are where a call found them, of which `taken` are sides.
         records: whether autograd records, as without `torch.no_grad()` around the call.
         picking: of how many numbers bodies pick something by those that aren't zero, with how many are found.
-        emptied: of numbers by which rows are split, the first one that is zero, as every second one from there is;
-            None if none is.
+        emptied: which of the numbers by which rows are split are zero: every second run of so many, from the
+            first (0) or the second (1); None if none is.
     """
 
     training: bool
@@ -45,7 +45,7 @@ class CaptureSettings:
     replays: bool = False
     records: bool = True
     picking: frozenset[tuple[int, int]] = frozenset()
-    emptied: int | None = None
+    emptied: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class ReadNumbers:
         reads: the same by call, as (module, call).
         known: values whose numbers follow from the example's.
         chosen: frames, as (module, call), whose bodies look for the entries of a tensor that aren't zero.
-        leaves_out: whether bodies ask which of the numbers by which they split rows are zero.
+        leaving_out: frames, as (module, call), whose bodies ask which of the numbers by which they split rows are zero.
         tested: values that the model reads or branches on, with the lines where it does.
         of_buffers: constants that are buffers, whose numbers all ranks take from the first.
     """
@@ -132,7 +132,7 @@ class ReadNumbers:
     reads: Mapping[tuple[str, int], Sequence[object]]
     known: frozenset[int]
     chosen: frozenset[tuple[str, int]]
-    leaves_out: bool
+    leaving_out: frozenset[tuple[str, int]]
     tested: Mapping[int, Location | None]
     of_buffers: frozenset[int]
 

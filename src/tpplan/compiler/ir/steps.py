@@ -7,7 +7,7 @@ taken where Python calls torch, not where a kernel runs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType, MappingProxyType
@@ -88,12 +88,14 @@ class Stream:
     Attributes:
         root: the call of the whole model.
         varying: calls, as (module, call), whose steps depend on what is found in a tensor; they aren't compared.
+        leaving_out: those of them whose code asks which parts have no rows.
         cached: code that runs only where a `functools.lru_cache` has no result yet; nor are its steps.
     """
 
     root: Heard
     varying: frozenset[tuple[str, int]] = frozenset()
     cached: frozenset[CodeType] = frozenset()
+    leaving_out: frozenset[tuple[str, int]] = frozenset()
     _calls: dict[tuple[str, int], Heard] = field(default_factory=dict[tuple[str, int], Heard])
 
     def __post_init__(self) -> None:
@@ -134,8 +136,16 @@ class Stream:
 
     def varying_code(self) -> frozenset[CodeType]:
         """The code whose steps aren't compared."""
-        found: set[CodeType] = set(self.cached)
-        for key in self.varying:
+        return self.cached | self._code_of(self.varying)
+
+    def leaving_code(self) -> frozenset[CodeType]:
+        """The code in which another run may leave parts out."""
+        return self._code_of(self.leaving_out)
+
+    def _code_of(self, calls: Iterable[tuple[str, int]]) -> frozenset[CodeType]:
+        """The code of some calls, and of all inside."""
+        found: set[CodeType] = set()
+        for key in calls:
             if key in self._calls:
                 for heard in _walk(self._calls[key]):
                     found.update([step.code for step in heard.steps if isinstance(step, Step)])

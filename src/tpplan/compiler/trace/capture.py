@@ -261,7 +261,10 @@ def _record(
     except Exception as error:
         if state.failed is None:  # raised before any forward ran: by a hook, or for the arguments
             raise
-        raise BodyError(_root(outer), state.failed, remains.changed()) from error
+        # torch asks some arguments for a number, and raises an error of its own if they have none
+        asked = next((told for told, _ in recorder.numbers.refused if told.counts), None)
+        cause = error if asked is None else asked.with_traceback(error.__traceback__)
+        raise BodyError(_root(outer), state.failed, remains.changed()) from cause
     if recorder.numbers.refused:
         _refuse_swallowed(recorder, outer)
     root = _root(outer)

@@ -143,7 +143,9 @@ class ConstantWatcher(TorchFunctionMode):
         recorder = self._recorder
         recorder.meet()
         if func in _VALUE_READS and args[0].is_meta and (counts := recorder.numbers.counts_of(args[0])) is not None:
-            return counts if func is Tensor.tolist else numpy.array(counts, dtype=object)
+            found = counts if func is Tensor.tolist else numpy.array(counts, dtype=object)
+            recorder.steps.called(func, found, args)
+            return found
         if func is Tensor.__format__ and args[0].is_meta and args[0].is_floating_point() and args[1]:
             text = format(math.nan, args[1])  # for people to read: it is the name of nothing
             recorder.steps.called(func, text, args)

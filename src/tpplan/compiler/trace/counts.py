@@ -7,7 +7,7 @@ out: how many rows each gets in the trace
     rows.split(counts)              ->   of 96 rows, 23, 23, 19 and 31: no axis divides them, if that can be
     end = start + count             ->   the counts up to this one
     rows[start:end]                 ->   as many of 96 rows as in a split by all of them
-    count == 0                      ->   false; true of every second one in two further captures (`CaptureSettings`)
+    count == 0                      ->   false; true of every second one, or two, in other captures (`CaptureSettings`)
 
 They differ from call to call. So a body may do nothing else with them: whoever compares or prints one reads a number
 that isn't there.
@@ -32,14 +32,23 @@ class CountedRows:
         asked: whether anybody has.
     """
 
-    def __init__(self, number: int, emptied: int | None, refuse: Callable[[], Exception]) -> None:
+    def __init__(self, number: int, emptied: tuple[int, int] | None, refuse: Callable[[], Exception]) -> None:
         """Raise what `refuse` makes for whoever asks for a number; see `CaptureSettings.emptied`."""
         self.number, self.refuse, self.asked = number, refuse, False
-        self.empty = frozenset[int]() if emptied is None else frozenset(range(emptied, number, 2))
+        self._rows: int | None = None  # how many they all are in the trace
+        run, first = emptied or (number, 1)
+        self.empty = frozenset(place for place in range(number) if place // run % 2 == first)
 
     def each(self) -> list[RowCount]:
         """They, one by one."""
         return [RowCount(self, frozenset((place,))) for place in range(self.number)]
+
+    def shares(self, rows: int) -> list[int]:
+        """How many of so many rows each stands for: the same in all that they slice."""
+        self._rows = rows if self._rows is None else self._rows
+        if rows != self._rows:
+            raise self.refuse()
+        return _shares(rows, self.each())
 
 
 class RowCount:
@@ -71,8 +80,11 @@ class RowCount:
     def stop(self, rows: int) -> int:
         """How many rows the first ones have together, if these are the first."""
         if not self.places or self.places == frozenset(range(max(self.places) + 1)) - self.of.empty:
-            return sum(_shares(rows, self.of.each())[: max(self.places, default=-1) + 1])
+            return sum(self.of.shares(rows)[: max(self.places, default=-1) + 1])
         return self._asked()
+
+    def __deepcopy__(self, _: object) -> RowCount:
+        return self
 
     def _others(self, other: object) -> frozenset[int]:
         if isinstance(other, RowCount) and other.of is self.of:

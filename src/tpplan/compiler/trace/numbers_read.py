@@ -42,7 +42,7 @@ class NumberObserver(Observer):
     def __init__(self, tape: RunTape, effects: EffectObserver, settings: CaptureSettings) -> None:
         """Let bodies read what is known, or nothing, as `settings` say."""
         self.known = Known() if settings.values else None
-        self._emptied, self._counts = settings.emptied, list[CountedRows]()
+        self._emptied, self._counts = settings.emptied, list[tuple[tuple[str, int], CountedRows]]()
         self.refused: list[tuple[DataDependentError, OpenFrame]] = []
         self.chosen: set[tuple[str, int]] = set()
         self.tested: dict[int, Location | None] = {}
@@ -85,8 +85,9 @@ class NumberObserver(Observer):
             return None
         self.choose()
         self._tell([value], "counts")
-        self._counts.append(CountedRows(len(tensor), self._emptied, self._refuse_count))
-        return self._counts[-1].each()
+        counts = CountedRows(len(tensor), self._emptied, self._refuse_count)
+        self._counts.append((self._tape.frames[-1].key, counts))
+        return counts.each()
 
     def refuse(self, value: int | None = None) -> DataDependentError:
         """Note that a body reads a value, as it may swallow the error; returns the error to raise."""
@@ -192,7 +193,7 @@ class NumberObserver(Observer):
             reads={call: tuple(told) for call, told in self._told.items()},
             known=frozenset() if known is None else known.values,
             chosen=frozenset(self.chosen),
-            leaves_out=any(counts.asked for counts in self._counts),
+            leaving_out=frozenset(call for call, counts in self._counts if counts.asked),
             tested=dict(self.tested),
             of_buffers=frozenset(value for value in constants if tape.storage_of(value) in storages),
         )
