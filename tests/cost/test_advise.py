@@ -317,9 +317,10 @@ def test_inputs_are_of_the_size_that_is_asked_for(asked: dict[str, Any], told: s
 
 def test_sizes_are_those_of_the_inputs_or_usual_ones() -> None:
     given = tpplan.advise(Mlp(), 1, inputs={"x": torch.zeros(2, 16, 64)})
-    usual = tpplan.advise(llama(), 1)
+    model: Any = llama()
+    usual = tpplan.advise(model, 1)
     assert (given.batch, given.sequence) == (2, 16)
-    assert (usual.batch, usual.sequence) == (1, llama().config.max_position_embeddings)
+    assert (usual.batch, usual.sequence) == (1, model.config.max_position_embeddings)
 
 
 def mlp_of_three() -> tuple[nn.Module, dict[str, Any]]:

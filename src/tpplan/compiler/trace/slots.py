@@ -132,7 +132,7 @@ class AroundSlots(dict[str, Slot]):
     def told(self, tell: Callable[[Any], object]) -> dict[str, Any]:
         """What is told of the rest: the same object each time."""
         if tell not in self._told:
-            self._told[tell] = told = {}
+            told = self._told[tell] = dict[str, Any]()
             for group in self._groups:
                 told |= group.told(tell)
         return self._told[tell]
