@@ -573,8 +573,8 @@ def cached_tensors(cache: Cache) -> list[Tensor]:
 
 
 def cached_objects(cache: Cache) -> list[Any]:
-    """What a cache holds that is no tensor, and may be written to."""
-    if not cache.cache_info().currsize:
+    """What a cache of the user's holds that is no tensor, and may be written to."""
+    if is_library(cache.__module__) or not cache.cache_info().currsize:
         return []
     held: list[Any] = gc.get_referents(cache)  # what a bounded one has returned stands before its table
     table = [item for item in held if type(item) is dict and item is not vars(cache)][-1]  # pyright: ignore
