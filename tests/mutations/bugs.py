@@ -358,7 +358,7 @@ BUGS = (
     Bug("the order of a table is no state", "compiler/trace/slots.py",
         "if keys is not None and size > 1:", "if False:", ("parity/test_state.py",)),
     Bug("items of large tables are no state", "compiler/trace/slots.py",
-        "if size > FEW:\n            told", "if False:\n            told", ("compiler/test_slots.py",)),
+        "if size > FEW:\n            rows", "if False:\n            rows", ("compiler/test_slots.py",)),
     Bug("a count that a capture takes from goes on there", "compiler/trace/surroundings.py",
         "        if counted(made) != start:", "        if False:", ("parity/test_state.py",)),
     Bug("parametrizations may be removed from sharded layers", "runtime/modules/writes.py",

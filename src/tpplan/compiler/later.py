@@ -81,36 +81,43 @@ def _is_a_name(slot: Slot) -> bool:
     return slot.value.dim() > 0 and (dict_of_names or own)
 
 
-def refuse_difference(program: Program, other: Program, steered: bool | None = None) -> None:
-    """Raise if the program of later calls isn't that of the first.
+def refuse_difference(program: Program, other: Program) -> None:
+    """Raise if the program of later calls isn't that of the first."""
+    name = _differing(program, other)
+    if name is None:
+        return
+    finding = Diagnostic(
+        code="TP129",
+        message=f"what the model computes depends on how often it was called before: {quoted(name)} runs other "
+        "operations in its second call than in its first, and needs other reshards for them",
+        help="let it make what it keeps when it is built, or in each call; or call it once before `parallelize`",
+        subject=name,
+    )
+    raise CompileError([finding])
 
-    Args:
-        program, other: they; or that of a call that leaves parts without rows out.
-        steered: in that case, whether such a call may be steered by more.
-    """
+
+def refuse_other_parts(program: Program, fewer: Program, steered: bool) -> None:
+    """Raise if a call that leaves out parts without rows has another program, or is `steered` by more than others."""
+    name = _differing(program, fewer)
+    if name is None and not steered:
+        return
+    finding = Diagnostic(
+        code="TP110",
+        message=f"{quoted(name or '')} does something else where some of the numbers by which rows are split are 0",
+        help="leave out what is done with an empty part, and do nothing instead",
+        subject=name,
+    )
+    raise CompileError([finding])
+
+
+def _differing(program: Program, other: Program) -> str | None:
+    """A module of which another program says something else; "" if only parameters lie otherwise, None if none do."""
     first = {module.name: _content(module) for module in program.modules}
     name = next((m.name for m in other.modules if m.calls and first.get(m.name) != _content(m)), None)
     read = {name for module in other.modules for name in module.reads}
     placed = {p.names: (p.layout, p.summed) for p in program.parameters}
-    differs = name is not None or any(
-        placed.get(p.names) != (p.layout, p.summed) for p in other.parameters if read.intersection(p.names)
-    )
-    if differs or steered:
-        where = quoted(name or "")
-        finding = Diagnostic(
-            code="TP129",
-            message=f"what the model computes depends on how often it was called before: {where} runs other operations "
-            "in its second call than in its first, and needs other reshards for them",
-            help="let it make what it keeps when it is built, or in each call; or call it once before `parallelize`",
-            subject=name,
-        )
-        unlike = Diagnostic(
-            code="TP110",
-            message=f"{where} does something else where some of the numbers by which rows are split are 0",
-            help="leave out what is done with an empty part, and do nothing instead",
-            subject=name,
-        )
-        raise CompileError([finding if steered is None else unlike])
+    moved = (placed.get(p.names) != (p.layout, p.summed) for p in other.parameters if read.intersection(p.names))
+    return "" if name is None and any(moved) else name
 
 
 def placement_difference(program: Program, other: Program) -> str:
@@ -140,4 +147,4 @@ def _stored(layout: Layout) -> Layout:
     return REPLICATED if layout == PARTIAL else layout
 
 
-__all__ = ["after_a_call", "before_any_call", "placement_difference", "refuse_difference"]
+__all__ = ["after_a_call", "before_any_call", "placement_difference", "refuse_difference", "refuse_other_parts"]

@@ -89,8 +89,7 @@ def overlapped(program: Program, plan: Plan, flow: DataFlow, binding: Binding) -
         for spec in modules
     )
     program = replace(program, overlaps=tuple(found), modules=modules if again else program.modules)
-    exchanged = any(program.overlapped(each)[1].forward in _FUSED for each in found if each.units)
-    program = replace(program, fused_overlap=plan.fused_overlap and exchanged)
+    program = replace(program, fused_overlap=plan.fused_overlap and any(map(program.exchanges, found)))
     return program, list(_vain(plan, program, reasons, asked, bool(again)))
 
 
@@ -258,9 +257,6 @@ _INSTEAD = {
     OverlapUnit.WEIGHT_GRADIENT: "remove it; where a sequence is split, `gather_linear` hides the sum of that gradient",
     OverlapUnit.HALF_BATCHES: "remove it; `linear_reduce` and `weight_gradient` hide all-reduces of whole batches",
 }
-
-
-_FUSED = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
 
 
 def _names(overlap: object, unit: OverlapUnit) -> bool:

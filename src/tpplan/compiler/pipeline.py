@@ -50,7 +50,7 @@ from tpplan.compiler.ir.pytree import tensors_in, tensors_of
 from tpplan.compiler.ir.steps import Stream
 from tpplan.compiler.ir.trace import Operation, Path, Trace
 from tpplan.compiler.ladder import UnplacedError, climb
-from tpplan.compiler.later import after_a_call, before_any_call, refuse_difference
+from tpplan.compiler.later import after_a_call, before_any_call, refuse_difference, refuse_other_parts
 from tpplan.compiler.overlap import overlapped
 from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.place.solution import Constraints
@@ -188,7 +188,7 @@ def _compile_with_later(request: Request) -> Compiled:
     found = replace(found, members=compiled.members)
     for emptied in _EMPTIED if trace.numbers.leaving_out else ():
         other, fewer, _ = _compile(replace(found, emptied=emptied))
-        refuse_difference(compiled.program, other.program, not _steering(fewer) <= _steering(trace))
+        refuse_other_parts(compiled.program, other.program, not _steering(fewer) <= _steering(trace))
         left_out = {*compiled.program.picked, *compiled.called.keys() - other.called.keys()}
         picked = sorted(name for name in left_out if name.rpartition(".")[0] not in left_out)
         program = replace(compiled.program, picked=tuple(picked))

@@ -212,10 +212,9 @@ def _buffer_changes(modules: dict[str, nn.Module], distributor: Distributor, cut
 
 
 def _put_numbers(buffer: Tensor, agreed: Tensor) -> _Change:
-    """Others may hold the buffer's memory: a view, or an array."""
-    once = tuple(
-        slice(0, 1) if step == 0 else slice(None) for step in buffer.stride()
-    )  # what is expanded lies there once
+    """The change that gives a buffer the agreed numbers in place: a view or an array may hold its memory, too."""
+    # What is expanded lies there once.
+    once = tuple(slice(0, 1) if step == 0 else slice(None) for step in buffer.stride())
     before = buffer[once].clone()
 
     def put(numbers: Tensor) -> None:

@@ -472,12 +472,16 @@ class Program:
         held = module.entries if overlap.inward else module.exits
         return module, next(reshard for reshard in held if reshard.path == overlap.path)
 
+    def exchanges(self, overlap: Overlap) -> bool:
+        """Whether an overlap runs a gather or a reduce-scatter, and no all-reduce, in exchanges of pairs."""
+        return bool(overlap.units) and self.overlapped(overlap)[1].forward in _PAIRWISE
+
     def count_pairwise(self, backward: bool = True) -> Counter[str]:
         """How many of these run as exchanges of pairs, beside matrix products, in calls of any size."""
         counted: Counter[str] = Counter()
         for overlap in self.overlaps:
             module, reshard = self.overlapped(overlap)
-            if overlap.least or not overlap.units or reshard.forward not in _PAIRWISE:
+            if overlap.least or not self.exchanges(overlap):
                 continue
             there, back = reshard.repeats(module.calls)
             counted[str(reshard.forward)] += there

@@ -343,10 +343,15 @@ class _Collector:
             counted = held if type(held) in (list, deque) else None
             self.found[f"{name}{LENGTH}"] = at._replace(value=size, counted=counted)
         if keys is not None and size > 1:
-            order = _told(keys) if size > FEW else tuple(each if type(each) is str else key_name(each) for each in keys)
+            order = (
+                _told(keys, rows_in(keys))
+                if size > FEW
+                else tuple(each if type(each) is str else key_name(each) for each in keys)
+            )
             self.found[f"{name}{ORDER}"] = Slot(order, outside=self.outside)
         if size > FEW:
-            told, rows = _told(items), rows_in(items)
+            rows = rows_in(items)
+            told = _told(items, rows)
             self.found[f"{name}{ITEMS}"] = Slot(frozenset(told) if unordered else told, held, outside=self.outside)
             if rows is not None:
                 self.containers += [row for row in rows if self._keeps and type(row) is not tuple]
@@ -396,9 +401,8 @@ class _Collector:
             return
 
 
-def _told(items: list[Any]) -> tuple[Any, ...]:
-    """Of many items what they are, or of which classes; with what rows of plain items hold."""
-    rows = rows_in(items)
+def _told(items: list[Any], rows: list[Any] | None) -> tuple[Any, ...]:
+    """Of many items what they are, or of which classes; with what the rows among them hold, see `rows_in`."""
     if rows is None:
         return tuple([each if is_value(each) else type(each) for each in items])
     tables, lists = by_kind(rows)

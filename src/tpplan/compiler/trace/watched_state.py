@@ -1,6 +1,6 @@
-"""Watched state: numbers and lists that each call changes, which tell when they are read.
+"""Watched state: numbers, arrays and lists that each call changes, which tell when they are read.
 
-in:  a number, a list or a deque
+in:  a number, an array of numbers, a list or a deque
 out: what stands in its place: arithmetic gives another such number, writing is silent, all else calls `note`
 """
 
