@@ -215,6 +215,20 @@ def test_a_reader_that_hangs_up_is_no_error() -> None:
     assert finished.stdout.startswith("TP001") and finished.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("closed", "said"), [(">/dev/full", "No space left on device"), (">&-", "Bad file descriptor")]
+)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", ["rule --all", "--help", "--version", "schema", "validate nosuch"])
+def test_results_that_cannot_be_written_are_an_error_of_the_system_s(
+    arguments: str, unbuffered: str, closed: str, said: str
+) -> None:
+    variables = {**os.environ, "PYTHONPATH": str(SOURCES), "PYTHONUNBUFFERED": unbuffered}
+    command = ["bash", "-c", f"{sys.executable} -m tpplan {arguments} {closed}"]
+    finished = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    assert (finished.returncode, finished.stderr) == (2, f"tpplan: {said}\n")
+
+
 def test_an_ascii_terminal_is_written_to_all_the_same() -> None:
     finished = run("rule", "--all", PYTHONIOENCODING="ascii")
     assert finished.returncode == 0 and finished.stderr == ""

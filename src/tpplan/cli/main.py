@@ -8,7 +8,7 @@ import functools
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import replace
 from io import StringIO
 from typing import TYPE_CHECKING
@@ -67,8 +67,25 @@ exit codes: 0 clean, 1 findings, 2 used wrongly or failed
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; nothing but the code gets out."""
-    _tolerate_narrow_encodings()
+    _ready_streams()
     words = with_sizes_apart(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _parsed_and_run(words)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        return BROKEN_PIPE
+    except OSError as error:  # a full disk, a file that may not be written
+        with suppress(OSError):
+            _trace(error, "--traceback" in words)
+            where = f": {error.filename}" if error.filename else ""
+            print(f"tpplan: {error.strerror or error}{where}", file=sys.stderr)
+        return FAILED
+    finally:
+        _drop_unwritten()
+
+
+def _parsed_and_run(words: Sequence[str]) -> int:
     parser = _parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
         complete(parser)
@@ -104,8 +121,8 @@ def _run_each(parsed: argparse.Namespace, sizes: list[int]) -> int:
         else:
             print(f"{'' if size == sizes[0] else chr(10)}tp={size}", flush=True)
             codes.append(_run(one))
-        if codes[-1] in (BROKEN_PIPE, INTERRUPTED):
-            return codes[-1]
+        if codes[-1] == INTERRUPTED:
+            return INTERRUPTED
     if as_json:
         print("[\n" + ",\n".join(written) + "\n]")
     return max(codes)
@@ -115,13 +132,9 @@ def _run(parsed: argparse.Namespace) -> int:
     """Run the command, and make an exit code of whatever happens."""
     try:
         with shown():
-            code = parsed.run(parsed)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        # Python flushes stdout once more at exit, which would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+            return parsed.run(parsed)
+    except OSError:
+        raise
     except KeyboardInterrupt:
         print("tpplan: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -172,15 +185,19 @@ def _report(error: Exception, show_traceback: bool) -> int:
 
     if isinstance(error, TpplanError) and error.diagnostics and not isinstance(error, InternalError):
         return _show_findings(error.diagnostics)
-    if show_traceback or os.environ.get("TPPLAN_TRACEBACK") not in (None, "", "0"):
-        import traceback
-
-        traceback.print_exception(error)
+    _trace(error, show_traceback)
     if not isinstance(error, InternalError):
         message = str(error).strip().splitlines()
         error = InternalError(f"{type(error).__name__}: {message[0]}" if message else type(error).__name__)
     shows = "--traceback or TPPLAN_TRACEBACK=1 shows where it happened"
     return _show_findings(tuple(replace(found, notes=(shows,)) for found in error.diagnostics))
+
+
+def _trace(error: Exception, wanted: bool) -> None:
+    if wanted or os.environ.get("TPPLAN_TRACEBACK") not in (None, "", "0"):
+        import traceback
+
+        traceback.print_exception(error)
 
 
 def _show_findings(diagnostics: tuple[Diagnostic, ...]) -> int:
@@ -191,8 +208,22 @@ def _show_findings(diagnostics: tuple[Diagnostic, ...]) -> int:
     return exit_code(diagnostics)
 
 
-def _tolerate_narrow_encodings() -> None:
+def _ready_streams() -> None:
+    """Make streams that were closed fail like others where they're written to; narrow encodings are no failure."""
+    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
+    if sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison]
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="backslashreplace")
+
+
+def _drop_unwritten() -> None:
+    """Leave nothing for Python to write when it ends, which would fail once more."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

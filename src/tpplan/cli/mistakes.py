@@ -51,6 +51,10 @@ class CommandParser(argparse.ArgumentParser):
         """Raise what argparse has found."""
         raise _RefusedError(self, message)
 
+    def print_help(self, file: Any = None) -> None:
+        """Print it; argparse's own is silent where that can't be written."""
+        print(self.format_help(), end="", file=file)
+
     def options(self) -> list[str]:
         """The options that it knows."""
         return ["-h", "--help", *re.findall(r"(?<![\w-])--?[a-z][a-z-]*", self.format_usage())]
