@@ -12,10 +12,11 @@ from tpplan.report.html_parts import Cell, html_card, html_row, html_table, whol
 
 _STYLE = """\
 .plot{width:100%;height:auto;background:var(--box);border:1px solid var(--line);border-radius:.5rem;margin:.3rem 0}
+.plot figcaption{padding:.4rem .5rem 0;font:600 .8rem system-ui,sans-serif}.plot svg{display:block;width:100%}
 .plot text{font:12px system-ui,sans-serif;fill:var(--ink)}.plot .quiet{fill:var(--quiet)}
 .plot rect{fill:var(--compute)}.plot .tpplan rect{fill:var(--accent)}.plot line{stroke:var(--ink)}
 .plots{display:grid;gap:.6rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr))}"""
-_BAR, _LEFT, _WIDTH, _END = 22, 150, 200, 130
+_BAR, _LEFT, _END, _WHOLE, _LETTER = 22, 100, 130, 500, 6.4
 Row = dict[str, Any]
 
 
@@ -63,22 +64,24 @@ def _groups(rows: Iterable[Row]) -> Iterator[tuple[str, list[Row]]]:
 def _plot(title: str, rows: Sequence[Row]) -> str:
     """Bars of milliseconds; whiskers are the quartiles of the ratio, on the bar's own scale."""
     most = max(row["milliseconds"] * max(1.0, row["high"] / row["ratio"]) for row in rows)
-    height = _BAR * len(rows) + 34
+    height = _BAR * len(rows) + 8
+    left = max(_LEFT, 16 + round(_LETTER * max(len(row["form"]) for row in rows)))
+    width = _WHOLE - left - _END
     label = escape(f"{title}: " + ", ".join(f"{row['form']} {row['milliseconds']:.2f} ms" for row in rows))
-    parts = [f'<svg class="plot" viewBox="0 0 {_LEFT + _WIDTH + _END} {height}" role="img" aria-label="{label}">']
-    parts.append(f'<text x="8" y="18" font-weight="600">{escape(title)}</text>')
+    parts = [f'<figure class="plot"><figcaption>{escape(title)}</figcaption>']
+    parts.append(f'<svg viewBox="0 0 {_WHOLE} {height}" role="img" aria-label="{label}">')
     for place, row in enumerate(rows):
-        y, scale = 28 + _BAR * place, _WIDTH * row["milliseconds"] / most
+        y, scale = 4 + _BAR * place, width * row["milliseconds"] / most
         low, high = (scale * row[key] / row["ratio"] for key in ("low", "high"))
         ours = ' class="tpplan"' if row["form"].startswith("tpplan") else ""
         ratio = f'<tspan class="quiet"> × {row["ratio"]:.2f}</tspan>'
         parts.append(
             f'<g{ours}><text x="8" y="{y + 14}">{escape(row["form"])}</text>'
-            f'<rect x="{_LEFT}" y="{y + 2}" width="{scale:.1f}" height="{_BAR - 6}"/>'
-            f'<line x1="{_LEFT + low:.1f}" x2="{_LEFT + high:.1f}" y1="{y + 10}" y2="{y + 10}"/>'
-            f'<text x="{_LEFT + max(scale, high) + 6:.1f}" y="{y + 14}">{row["milliseconds"]:.2f} ms{ratio}</text></g>'
+            f'<rect x="{left}" y="{y + 2}" width="{scale:.1f}" height="{_BAR - 6}"/>'
+            f'<line x1="{left + low:.1f}" x2="{left + high:.1f}" y1="{y + 10}" y2="{y + 10}"/>'
+            f'<text x="{left + max(scale, high) + 6:.1f}" y="{y + 14}">{row["milliseconds"]:.2f} ms{ratio}</text></g>'
         )
-    return "".join([*parts, "</svg>"])
+    return "".join([*parts, "</svg></figure>"])
 
 
 def _table(table: Table, key: str) -> str:
