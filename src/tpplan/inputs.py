@@ -83,6 +83,12 @@ def usual_length(model: nn.Module) -> int:
     return min(_USUAL, _shortest_table(getattr(model, "config", None)) or _USUAL)
 
 
+def beyond_positions(model: nn.Module, sequence: int) -> list[str]:
+    """A warning where a sequence is longer than a transformers model has positions for, which shapes don't tell."""
+    most = _shortest_table(getattr(model, "config", None)) or sequence
+    return [f"the model has positions for {most:,} tokens, fewer than {sequence:,}"] if most < sequence else []
+
+
 def _made_up(model: nn.Module, size: int, batch: int, sequence: int | None) -> dict[str, Any]:
     served = _served(model)
     config = getattr(served, "config", None)

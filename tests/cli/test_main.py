@@ -99,6 +99,7 @@ def test_wrong_usage_exits_with_2_and_says_so_on_stderr(arguments: str, capsys: 
         ("explain llama --tp 2 --model hf:llama -o x", "tpplan explain: there is no option `-o`\n"),
         ("explain llama --model m --optimizer sgd", "tpplan explain: --optimizer is of an estimate, which takes --gpu"),
         ("explain llama --model m --assumptions", "tpplan explain: --assumptions is of an estimate, which takes --gpu"),
+        ("explain llama --model m --gpu h100 --fsdp", "tpplan explain: --fsdp lets replicas share their state, and"),
         ("diff a b --dp 2", "tpplan diff: --dp is of an estimate, which takes --gpu or --topology"),
         ("suggest --model m --from-deepspeed no.json", "tpplan suggest: --from-deepspeed: there is no file no.json"),
         ("explain llama --model m --topology no.yaml", "TP220 unknown-name: there is no topology file `no.yaml`"),

@@ -51,6 +51,8 @@ def check_costs(arguments: argparse.Namespace, *, drawn: bool = False) -> None:
         ):
             raise UsageError(f"--{name} is of training; leave out --inference")
         setattr(arguments, name, getattr(arguments, name, None) or value)
+    if arguments.fsdp and arguments.dp == 1:
+        raise UsageError("--fsdp lets replicas share their state, and there is one; say how many with --dp")
     if drawn or is_priced(arguments):
         from tpplan.cost.asked_costs import asked_cluster
 

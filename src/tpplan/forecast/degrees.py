@@ -40,7 +40,7 @@ from tpplan.cost.other_degrees import (
 from tpplan.cost.state_memory import optimizer_seconds
 from tpplan.forecast.estimate import estimate
 from tpplan.forecast.measurement import Measurement, SizedCall
-from tpplan.inputs import example_call, usual_length, with_labels
+from tpplan.inputs import beyond_positions, example_call, usual_length, with_labels
 from tpplan.plan import ArgumentError, CompileError, Plan, load_plan
 from tpplan.plan.locate import shipped_plan_names
 from tpplan.plan.taken import FLAG, SIZE, TEXT, optional, takes
@@ -320,6 +320,8 @@ class _Choices:
         if over > 0:
             largest = max(row.memory.parts, key=lambda name: row.memory.parts[name] if row.memory else 0)
             reasons.append(f"a rank lacks {bytes_text(over)}; most of it is {largest}")
+        beyond = beyond_positions(self.subject.model, self.subject.sequence)
+        reasons += [f"warning: {text}" for text in beyond]
         if self._nodes(row.tp) > 1:
             reasons.append(f"warning: tensor parallelism over {self._nodes(row.tp)} nodes goes by their network")
         if recommended:

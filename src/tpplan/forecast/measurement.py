@@ -43,6 +43,7 @@ from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.cost.work import ATTENTION, Point, SavedBytes, Task, Work, joined
 from tpplan.forecast.attention_kernel import KernelAttention
 from tpplan.forecast.tally import Kernel, Key, Tally, TallyPlace
+from tpplan.inputs import beyond_positions
 from tpplan.rehearsal.rehearse import ShapeCommunicator, differentiate, like_on, likes_of, lowered_on_shapes, stand_in
 from tpplan.runtime.parameters.sharded_operations import is_final
 
@@ -153,6 +154,10 @@ class Measurement:
             self._known[key] = self._measured(*key)
         return self._known[key]
 
+    def beyond(self, sequence: int) -> list[str]:
+        """Why the model can't be called with such a sequence, although it runs on shapes."""
+        return beyond_positions(self._model, sequence)
+
     @ambience()
     def _measured(self, point: Point, forward: bool, flops: bool) -> Work:
         call = self._sized.sized(*point)
@@ -185,6 +190,10 @@ class _Measured:
 
     def __call__(self) -> Work | None:
         return self.work
+
+    def beyond(self, sequence: int) -> list[str]:
+        """What isn't known any more."""
+        return []
 
     def at(self, batch: int | None = None, sequence: int | None = None, **_: bool) -> Work:
         if self.work is None:
