@@ -200,8 +200,15 @@ def verify_program(
         except UnshardedError:
             if dtype is not None or chosen is not torch.float64:
                 raise
-            chosen = torch.float32  # some operators, such as the product of grouped rows, know no float64
-            prepared = _prepare(model, program, example, chosen, seed, progress)
+            try:
+                chosen = torch.float32  # some operators, such as the product of grouped rows, know no float64
+                prepared = _prepare(model, program, example, chosen, seed, progress)
+            except UnshardedError:
+                own = _narrowest(model)
+                if own is None:
+                    raise
+                chosen = own  # quantised weights may name the dtype that they are multiplied in
+                prepared = _prepare(model, program, example, chosen, seed, progress)
         whole, call, reference = prepared
         kind = "processes" if processes else "simulated"
         _tell(progress, f"running {program.size} {'processes' if processes else 'simulated ranks'}")
@@ -211,6 +218,11 @@ def verify_program(
         return compare(program, reference, ranks, Setting(chosen, kind, seed), rounded)
     finally:
         around.restore()  # both runs are the model's own code
+
+
+def _narrowest(model: nn.Module) -> torch.dtype | None:
+    """The dtype of two bytes that some of the model's parameters have; None if they have none."""
+    return next((held.dtype for held in model.parameters() if held.is_floating_point() and held.itemsize == 2), None)
 
 
 def _shows_nan(reference: UnshardedRun) -> bool:
