@@ -165,13 +165,7 @@ def _step(program: tpplan.Program, gpus: int) -> ScaledStep:
     for micro in [n for n in MICRO if n <= batch]:
         for kind in CHECKPOINTING:
             cost = tpplan.estimate(
-                program,
-                GPU,
-                dp=gpus // program.size,
-                fsdp=gpus > program.size,
-                batch=micro,
-                checkpointing=kind,
-                compiled=True,
+                program, GPU, dp=gpus // program.size, fsdp=True, batch=micro, checkpointing=kind, compiled=True
             )
             times = batch // micro
             found.append(ScaledStep(

@@ -144,11 +144,6 @@ def test_time_is_the_sum_of_what_runs(compiled: tpplan.Program) -> None:
     assert all(part.module.startswith("layers.0") for part in step.line)
 
 
-def test_one_replica_shares_nothing(compiled: tpplan.Program) -> None:
-    with pytest.raises(tpplan.ArgumentError, match="pass `dp=`"):
-        tpplan.estimate(compiled, fsdp=True)
-
-
 def test_what_goes_around_a_plan_counts(compiled: tpplan.Program) -> None:
     large = program(batch=8, length=512, hidden=512)
     alone, shared, ddp = (tpplan.estimate(large, dp=dp, fsdp=fsdp) for dp, fsdp in ((1, False), (8, True), (8, False)))

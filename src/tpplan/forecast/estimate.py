@@ -25,7 +25,6 @@ from tpplan.cost.link_times import Group, collective_seconds
 from tpplan.cost.state_memory import optimizer_bytes, optimizer_seconds
 from tpplan.cost.work import COLLECTIVE, Task, Work
 from tpplan.ops.registry import has_role
-from tpplan.plan import ArgumentError
 from tpplan.plan.taken import FLAG, SHARE, SIZE, TEXT, ArgumentKind, optional, takes
 
 _PROGRAM = ArgumentKind(lambda held: isinstance(held, Program), "a Program, which `tpplan.compile_plan` makes")
@@ -62,7 +61,7 @@ def estimate(
         dp: replicas, each of the program's ranks.
         topology: a YAML file, or a `Cluster`, in place of `gpu`.
         batch, sequence: of one replica; those of the example call where not given.
-        fsdp: whether replicas, of which `dp` must tell several, share parameters, gradients and state.
+        fsdp: whether replicas share parameters, gradients and state; one replica has nobody to share with.
         inference: whether to estimate generation after a prompt, and not training.
         precision: what products compute in, such as `tf32` or `fp8`, if not in their own dtype.
         compiled: whether kernels between products are one each, as torch.compile makes them.
@@ -72,7 +71,7 @@ def estimate(
         CostError: TP220, something is asked for by a name that isn't known; TP222, the program carries no work, or
             none for that size.
         PlanError: TP221, the topology file has mistakes.
-        ArgumentError: an argument is of another kind, such as a degree less than 1; or `fsdp` has one replica.
+        ArgumentError: an argument is of another kind, such as a degree less than 1.
 
     Example:
         >>> plan = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
@@ -82,8 +81,6 @@ def estimate(
         >>> cost.step.communication_seconds > 0
         True
     """
-    if fsdp and dp == 1:
-        raise ArgumentError("estimate: `fsdp=True` lets replicas share their state, and there is one: pass `dp=`")
     cluster = asked_cluster(gpu, topology, optimizer, checkpointing)
     work = _work(program, batch, sequence, inference)
     if not inference and not work.training:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -200,15 +201,9 @@ def verify_program(
         except UnshardedError:
             if dtype is not None or chosen is not torch.float64:
                 raise
-            try:
-                chosen = torch.float32  # some operators, such as the product of grouped rows, know no float64
-                prepared = _prepare(model, program, example, chosen, seed, progress)
-            except UnshardedError:
-                own = _narrowest(model)
-                if own is None:
-                    raise
-                chosen = own  # quantised weights may name the dtype that they are multiplied in
-                prepared = _prepare(model, program, example, chosen, seed, progress)
+            # Some operators, such as the product of grouped rows, know no float64. Quantised weights may name the dtype
+            # that they are multiplied in.
+            chosen, prepared = _prepare_narrow(model, program, example, seed, progress)
         whole, call, reference = prepared
         kind = "processes" if processes else "simulated"
         _tell(progress, f"running {program.size} {'processes' if processes else 'simulated ranks'}")
@@ -220,9 +215,20 @@ def verify_program(
         around.restore()  # both runs are the model's own code
 
 
-def _narrowest(model: nn.Module) -> torch.dtype | None:
-    """The dtype of two bytes that some of the model's parameters have; None if they have none."""
-    return next((held.dtype for held in model.parameters() if held.is_floating_point() and held.itemsize == 2), None)
+def _prepare_narrow(
+    model: nn.Module,
+    program: Program,
+    example: tuple[tuple[Any, ...], Mapping[str, Any]],
+    seed: int,
+    progress: Progress | None,
+) -> tuple[torch.dtype, tuple[nn.Module, Call, UnshardedRun]]:
+    """In float32, or where the model can't run in that, in a dtype of two bytes that its parameters have."""
+    own = dict.fromkeys(held.dtype for held in model.parameters() if held.is_floating_point() and held.itemsize == 2)
+    *others, last = torch.float32, *own
+    for dtype in others:
+        with suppress(UnshardedError):
+            return dtype, _prepare(model, program, example, dtype, seed, progress)
+    return last, _prepare(model, program, example, last, seed, progress)
 
 
 def _shows_nan(reference: UnshardedRun) -> bool:
