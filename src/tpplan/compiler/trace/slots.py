@@ -9,7 +9,8 @@ out: for each number, text and tensor, for each container's length, for each tab
     lambda x: x * self.k      ->   "a hook of up.self.k"
 
 What is around models, such as the tables of a library's files, has thousands of places and hardly ever changes: it is
-looked through once, and again where a container in it no longer holds the same objects.
+looked through once, of libraries once for all compilations, and again where a container in it no longer holds the same
+objects.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import sys
 from collections import ChainMap, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from itertools import chain, count, repeat
+from itertools import chain, count
 from operator import is_
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, cast
 from weakref import ReferenceType
 
@@ -52,7 +53,15 @@ from tpplan.compiler.trace.surroundings import (
     is_filled,
 )
 from tpplan.compiler.trace.watched_state import WatchedArray, WatchedDeque, WatchedList, WatchedNumber
-from tpplan.state.parts import MemberSlot, attributes, attributes_of, has_attributes, stored_as, stored_in
+from tpplan.state.parts import (
+    MemberSlot,
+    attributes,
+    attributes_of,
+    has_attributes,
+    is_library,
+    stored_as,
+    stored_in,
+)
 from tpplan.state.parts import slots_of as member_slots
 
 FEW = 1000  # items of a container that are told apart
@@ -187,14 +196,23 @@ def _outside(around: Surroundings) -> _Outside:
     """The places around a model; looked through again is what no longer holds the same objects."""
     known: _Outside | None = around.remembered.get(_outside)
     values = [*(around.values(space) for _, space in around.spaces), {}]
-    before: Iterable[_Section | None] = repeat(None) if known is None else known.sections
+    files = [_library_file(name, space) for name, space in around.spaces]
+    before: Iterable[_Section | None] = [*map(_of_libraries.get, files), None] if known is None else known.sections
     sections = [
         section if section is not None and section.is_same(held) else _section(around, number, held)
         for number, (held, section) in enumerate(zip(values, before, strict=False))
     ]
     if known is None or not all(map(is_, sections, known.sections)):
         known = around.remembered[_outside] = _Outside(sections)
+        _of_libraries.update(
+            {file: section for file, section in zip(files, sections, strict=False) if file is not None}
+        )
     return known
+
+
+def _library_file(name: str, space: Space) -> ModuleType | None:
+    """The file that a space is, if it is a library's: what the user's files hold isn't kept alive here."""
+    return space.holder if isinstance(space.holder, ModuleType) and is_library(name) else None
 
 
 def _section(around: Surroundings, number: int, held: dict[str, Any]) -> _Section:
@@ -261,6 +279,9 @@ class _Section:
             and not any(map(is_filled, self._empty))
             and all(map(is_, self._read_functions(), self._in_functions))
         )
+
+
+_of_libraries: dict[ModuleType | None, _Section] = {}  # from one compilation to the next
 
 
 class _Collector:
