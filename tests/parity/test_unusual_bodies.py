@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import tpplan
+from tests.runtime import simulated
 from tpplan.compat.dtensors import local_of
 from tpplan.parity.rank import SimulatedDistributor
 from tpplan.parity.threads import ThreadCommunicator, run_ranks
@@ -177,6 +178,27 @@ def test_a_body_may_write_to_the_part_that_it_gets() -> None:
     report = tpplan.verify(Net().double(), plan, 2, (torch.randint(20, (2, 6)),))
     assert report.ok
     assert report.collectives == report.predicted
+
+
+def writes_a_part(m: Any, x: Tensor) -> Tensor:
+    kept = torch.zeros(x.shape, dtype=x.dtype)
+    kept[:, 1:] = x[:, 1:]
+    return m.pair(x) + kept
+
+
+def writes_and_passes(m: Any, x: Tensor) -> Tensor:
+    kept = torch.full(x.shape, 0.5, dtype=x.dtype)
+    kept.copy_(x)
+    return m.pair(kept)
+
+
+@pytest.mark.parametrize("how", [writes_a_part, writes_and_passes])
+def test_what_is_made_without_a_device_has_the_gradient_of_what_is_written_to_it(how: Any) -> None:
+    torch.manual_seed(0)
+    calls = [((torch.randn(3, 6, 8, dtype=torch.float64, requires_grad=grad),), {}) for grad in (True, False)]
+    rules = {"norm": "sequence", "up": "colwise", "down": "rowwise"}
+    stock = Body(lambda m, x: how(m, m.norm(x))).double()
+    assert max(simulated.worst(stock, rules, 2, calls[0], calls)) < 1e-12
 
 
 class Tower(nn.Module):

@@ -86,10 +86,15 @@ class RealTensors:
         return argument
 
     def copy(self, constant: Tensor) -> Tensor:
-        """What stands for a real tensor in the record."""
+        """What stands for a real tensor in the record, with a gradient where that has one, as by what was written."""
         copy = self._copies.get(id(constant))
-        if copy is not None:
-            return copy
+        if copy is None:
+            copy = self._made_copy(constant)
+        if constant.requires_grad:
+            self._tape.meet_again(constant, self._tape.value_of(copy))
+        return copy
+
+    def _made_copy(self, constant: Tensor) -> Tensor:
         tape = self._tape
         tape.alive.append(constant)
         whole = self._redrawn.get(storage_key(constant), constant) if self._redrawn else constant

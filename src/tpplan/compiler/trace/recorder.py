@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tpplan.compat.autograd import packs_saved_tensors
 from tpplan.compat.dynamo import run_as_written, runs_as_written
-from tpplan.compat.modes import Unwatched
+from tpplan.compat.modes import Unwatched, without_function_modes
 from tpplan.compat.modules import BATCH_NORM_FORWARD
 from tpplan.compat.schemas import (
     OpOverload,
@@ -103,8 +103,8 @@ class Recorder(RunTape):
                 f"a module is passed, or returns, a `{type(tensor).__name__}` that keeps its tensors",
                 "pass plain tensors between modules",
             )
-        if self.real.is_redrawn(tensor):
-            tensor = self.real.copy(tensor)
+        with without_function_modes():  # what is asked here is no step of a body's
+            tensor = self.real.copy(tensor) if self.real.is_redrawn(tensor) else tensor
         with Unwatched():
             outside = self.value_of(tensor)
             alias = ALIAS(tensor)

@@ -99,10 +99,14 @@ class RunTape(RecordingMode):
             for observer in self.observers:
                 observer.unmade(tensor)
             return self.new_value(tensor, tensor.requires_grad)
-        if tensor.requires_grad and (not self.values[found].differentiable or isinstance(tensor.grad_fn, PythonNode)):
-            for observer in self.observers:
-                observer.met(tensor, found)
+        self.meet_again(tensor, found)
         return found
+
+    def meet_again(self, tensor: Tensor, value: int) -> None:
+        """Tell of the gradient of a tensor, which stands for `value`, where that is news."""
+        if tensor.requires_grad and (not self.values[value].differentiable or isinstance(tensor.grad_fn, PythonNode)):
+            for observer in self.observers:
+                observer.met(tensor, value)
 
     def held_value(self, tensor: Tensor) -> int | None:
         """The value that `tensor` stands for, if the run has made it."""
