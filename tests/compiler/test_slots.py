@@ -201,6 +201,26 @@ def test_it_is_looked_through_once_while_nothing_changes() -> None:
     assert all(around.remembered[key] is held for key, held in known.items())
 
 
+def test_of_libraries_a_later_compilation_finds_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    activations = pytest.importorskip("transformers.activations")
+    model = activations.NewGELUActivation()
+    table = {"a": [1], "b": 2}
+    monkeypatch.setattr(activations, "TABLE", table, raising=False)
+
+    def found() -> dict[str, Any]:
+        slots = slots_of(model, Surroundings(model))
+        return {name.partition("TABLE")[2]: slot.value for name, slot in slots.items() if ".TABLE" in name}
+
+    first = found()
+    assert first == found() and first["['b']"] == 2
+    table["b"] = 3
+    table["a"].append(4)
+    later = found()
+    assert later["['b']"] == 3 and later["['a'][1]"] == 4
+    monkeypatch.setattr(activations, "TABLE", {"c": 5})
+    assert found() == {f"{LENGTH}": 1, "['c']": 5}
+
+
 class Refusing(type):
     """A class of classes that take no more attributes."""
 
