@@ -204,7 +204,7 @@ def test_it_is_looked_through_once_while_nothing_changes() -> None:
 def test_of_libraries_a_later_compilation_finds_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     activations = pytest.importorskip("transformers.activations")
     model = activations.NewGELUActivation()
-    table = {"a": [1], "b": 2}
+    table: dict[str, Any] = {"a": [1], "b": 2}
     monkeypatch.setattr(activations, "TABLE", table, raising=False)
 
     def found() -> dict[str, Any]:
