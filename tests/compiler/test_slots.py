@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import builtins
 import functools
+import gc
+import sys
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, MutableMapping
 from types import SimpleNamespace
@@ -219,6 +222,17 @@ def test_of_libraries_a_later_compilation_finds_what_has_changed(monkeypatch: py
     assert later["['b']"] == 3 and later["['a'][1]"] == 4
     monkeypatch.setattr(activations, "TABLE", {"c": 5})
     assert found() == {f"{LENGTH}": 1, "['c']": 5}
+
+
+def test_what_the_users_files_held_is_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, kept = Model(), Kept()
+    monkeypatch.setattr(sys.modules[__name__], "HELD", [kept], raising=False)
+    assert any(".HELD[0].count" in name for name in slots_of(model, Surroundings(model)))
+    monkeypatch.undo()
+    reference = weakref.ref(kept)
+    del kept
+    gc.collect()
+    assert reference() is None
 
 
 class Refusing(type):

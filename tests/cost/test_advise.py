@@ -68,7 +68,8 @@ def test_each_choice_of_degrees_is_a_row(small: tpplan.Advice) -> None:
 def test_more_tokens_than_the_model_has_positions_for_are_warned_of() -> None:
     told = "the model has positions for 64 tokens, fewer than 128"
     advice = tpplan.advise(llama(), gpus=1, batch=1, sequence=128)
-    assert advice[0].reason.startswith(f"warning: {told}") and told in advice.guesses and told in advice.summary
+    assert advice[0].reason.endswith(f"no parallelism; warning: {told}")
+    assert told in advice.guesses and told in advice.summary
 
 
 def test_a_model_that_fits_one_gpu_is_told_to_use_data_parallelism(small: tpplan.Advice) -> None:

@@ -320,12 +320,12 @@ class _Choices:
         if over > 0:
             largest = max(row.memory.parts, key=lambda name: row.memory.parts[name] if row.memory else 0)
             reasons.append(f"a rank lacks {bytes_text(over)}; most of it is {largest}")
-        beyond = beyond_positions(self.subject.model, self.subject.sequence)
-        reasons += [f"warning: {text}" for text in beyond]
         if self._nodes(row.tp) > 1:
             reasons.append(f"warning: tensor parallelism over {self._nodes(row.tp)} nodes goes by their network")
         if recommended:
             reasons.append(self._why(row))
+        beyond = beyond_positions(self.subject.model, self.subject.sequence)
+        reasons += [f"warning: {text}" for text in beyond]
         return replace(row, recommended=recommended, reason="; ".join(reasons))
 
     def _why(self, row: AdviceRow) -> str:

@@ -8,9 +8,8 @@ out: for each number, text and tensor, for each container's length, for each tab
     TABLES = {"sin": …}       ->   "my_file.TABLES['sin']"
     lambda x: x * self.k      ->   "a hook of up.self.k"
 
-What is around models, such as the tables of a library's files, has thousands of places and hardly ever changes: it is
-looked through once, of libraries once for all compilations, and again where a container in it no longer holds the same
-objects.
+What is around models has thousands of places and hardly ever changes: it is looked through once, a library's files once
+for all compilations, and again where a container in it no longer holds the same objects.
 """
 
 from __future__ import annotations
@@ -192,6 +191,9 @@ def hook_name(module: str, number: int) -> str:
     return f"a hook of {module or 'the model'}" + (f" (number {number + 1})" if number else "")
 
 
+_of_libraries: dict[ModuleType | None, _Section] = {}  # from one compilation to the next
+
+
 def _outside(around: Surroundings) -> _Outside:
     """The places around a model; looked through again is what no longer holds the same objects."""
     known: _Outside | None = around.remembered.get(_outside)
@@ -279,9 +281,6 @@ class _Section:
             and not any(map(is_filled, self._empty))
             and all(map(is_, self._read_functions(), self._in_functions))
         )
-
-
-_of_libraries: dict[ModuleType | None, _Section] = {}  # from one compilation to the next
 
 
 class _Collector:
