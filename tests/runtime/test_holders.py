@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -234,6 +235,37 @@ def not_followed(member: Member) -> str:
         model = tpplan.parallelize(stock, {"version": 1, "modules": rules}, member.mesh(), inputs=(batch(0),))
         assert difference(model(batch(1)), expected) < TOLERANCE
     return "refused"
+
+
+class Aliased(nn.Module):
+    """A layer that keeps something in the memory of its weight."""
+
+    def __init__(self, alias: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.kept = alias(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x))
+
+
+@pytest.mark.parametrize("alias", [
+    lambda weight: weight.data,
+    lambda weight: weight.detach().view(-1)[7:9],
+    lambda weight: [{"a": weight.detach().t()}],
+    lambda weight: weight.detach().numpy()[::-1],
+    lambda weight: torch.from_numpy(weight.detach().numpy()),
+    lambda weight: SimpleNamespace(w=weight.data),
+])  # fmt: skip
+def test_what_has_a_parameters_memory_is_refused_before_anything_is_changed(alias: Any) -> None:
+    stock = Aliased(alias)
+    before = [*stock.parameters()]
+    plan = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
+    told = r"TP140.*`kept.* has the memory of `up\.weight`"
+    with fake_process_group(2), pytest.raises(tpplan.StateError, match=told):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        tpplan.parallelize(stock, plan, mesh, inputs=(torch.ones(2, 3, 16),))
+    assert all(map(operator.is_, stock.parameters(), before)) and type(stock) is Aliased
 
 
 @pytest.mark.slow

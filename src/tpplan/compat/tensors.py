@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -21,6 +22,23 @@ def storage_key(tensor: Tensor) -> int:
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     return tensor.untyped_storage()._cdata
+
+
+def memory_span(held: Any) -> tuple[int, int] | None:
+    """Where the numbers of a plain tensor, or of an array of numpy's, begin and end; None if they have no addresses.
+
+    For every torch.
+    """
+    shape: Sequence[int] = getattr(held, "shape", ())
+    if isinstance(held, numpy.ndarray):
+        first, steps = held.ctypes.data, held.strides
+    elif type(held) in (Tensor, nn.Parameter) and held.layout is torch.strided and not held.is_meta:
+        first, steps = held.data_ptr(), [stride * held.itemsize for stride in held.stride()]
+    else:
+        return None
+    ways = [(size - 1) * step for size, step in zip(shape, steps, strict=True)]
+    low, high = (sum(way for way in ways if (way < 0) is below) for below in (True, False))
+    return (first + low, first + high + int(held.itemsize)) if 0 not in shape else None
 
 
 def is_batched(tensor: Tensor) -> bool:

@@ -33,7 +33,15 @@ from tpplan.runtime.modules.sharded_modules import ShardedModule
 from tpplan.runtime.modules.swapped import replaces_body, swapped_class
 from tpplan.runtime.modules.writes import WRITES, Outside, Watched, Writes, stock_class, watched_class
 from tpplan.runtime.parameters.handed_out import HandedOut
-from tpplan.runtime.parameters.holders import Replaced, inherit, is_held, pass_on, refuse_gradients, refuse_views
+from tpplan.runtime.parameters.holders import (
+    Replaced,
+    inherit,
+    is_held,
+    pass_on,
+    refuse_aliases,
+    refuse_gradients,
+    refuse_views,
+)
 from tpplan.runtime.parameters.saved_models import wrapper_class
 from tpplan.runtime.parameters.whole_states import take_parts
 from tpplan.runtime.ranks.communicator import Communicator
@@ -116,7 +124,9 @@ def lower(model: nn.Module, program: Program, distributor: Distributor, guard: G
     distributor.axis.one_shot = program.one_shot
     held = _held_parameters(model, program)
     if distributor.owns:
-        refuse_views(_stock(holders[0], placement) for placement, holders in held)
+        stocks = [_stock(holders[0], placement) for placement, holders in held]
+        refuse_views(stocks)
+        refuse_aliases(model, stocks)
     # On `meta` they take no memory; what is wrong with one shows there, too.
     empty = [distributor.distribute(_without_numbers(holders[0]), placement) for placement, holders in held]
     cut = {id(table[leaf]) for _, holders in held for table, leaf in holders}

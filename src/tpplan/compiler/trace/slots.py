@@ -162,6 +162,23 @@ class Slots(ChainMap[str, Slot]):
 
 def slots_of(model: nn.Module, around: Surroundings) -> Slots:
     """The places of a model, its hooks and its surroundings that hold numbers, tensors and containers, by name."""
+    own = _own(model)
+    found = own.slots()
+    for cache in around.caches.values():
+        kept = _Collector()  # which changes are seen of: what calls make of it, nobody follows
+        for place, held in enumerate(cached_objects(cache)):
+            kept.collect(f"what {cache.__qualname__} has returned[{place}]", held)
+        found |= {name: slot._replace(setter=None, outside=True) for name, slot in kept.slots().items()}
+        found[f"the cache of {cache.__qualname__}"] = Slot(cache.cache_info().currsize, cached=True)
+    return Slots(found, _outside(around).without(own.groups.keys()))
+
+
+def own_slots(model: nn.Module) -> dict[str, Slot]:
+    """The places of a model and its hooks alone."""
+    return _own(model).slots()
+
+
+def _own(model: nn.Module) -> _Collector:
     own = _Collector()
     modules = list(named_modules(model))
     for prefix, module in modules:
@@ -176,14 +193,7 @@ def slots_of(model: nn.Module, around: Surroundings) -> Slots:
     for prefix, module in modules:
         for number, hook in enumerate(hooks_of(module)):
             own.collect(hook_name(prefix, number), hook)
-    found = own.slots()
-    for cache in around.caches.values():
-        kept = _Collector()  # which changes are seen of: what calls make of it, nobody follows
-        for place, held in enumerate(cached_objects(cache)):
-            kept.collect(f"what {cache.__qualname__} has returned[{place}]", held)
-        found |= {name: slot._replace(setter=None, outside=True) for name, slot in kept.slots().items()}
-        found[f"the cache of {cache.__qualname__}"] = Slot(cache.cache_info().currsize, cached=True)
-    return Slots(found, _outside(around).without(own.groups.keys()))
+    return own
 
 
 def hook_name(module: str, number: int) -> str:
@@ -469,4 +479,4 @@ def _in_slots(held: Any, slots: tuple[MemberSlot, ...], has_dict: bool) -> list[
     return [*(slot.get(held) if slot.is_set(held) else _UNSET for slot in slots), *own, *own.values()]
 
 
-__all__ = ["FEW", "ITEMS", "LENGTH", "ORDER", "AroundSlots", "Slot", "Slots", "hook_name", "slots_of"]
+__all__ = ["FEW", "ITEMS", "LENGTH", "ORDER", "AroundSlots", "Slot", "Slots", "hook_name", "own_slots", "slots_of"]

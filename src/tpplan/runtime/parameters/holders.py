@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat.subclasses import without_tensor_classes
-from tpplan.compat.tensors import base_of, use_count
+from tpplan.compat.tensors import base_of, memory_span, use_count
+from tpplan.compiler.trace.slots import own_slots
 from tpplan.runtime.parameters.sharded_tensors import ShardedTensor, refusal
 
 Replaced = tuple[Tensor, Tensor, str]
@@ -86,6 +87,24 @@ def refuse_views(parameters: Iterable[tuple[Tensor, str]]) -> None:
             raise refusal(
                 f"a view of `{named[views[0]][1]}` is alive, which can't be given the sharded parameter",
                 "take views of parameters after `parallelize`, or delete them before",
+            )
+
+
+def refuse_aliases(model: nn.Module, parameters: Iterable[tuple[Tensor, str]]) -> None:
+    """Refuse what a model keeps in the memory of a parameter, as `weight.data` does: it would keep the old numbers.
+
+    Raises:
+        StateError: TP140 with both names.
+    """
+    spans = [(*span, name) for parameter, name in parameters if (span := memory_span(parameter)) is not None]
+    known = {id(parameter) for parameter in model.parameters()}
+    for place, slot in own_slots(model).items():
+        span = memory_span(slot.value) if id(slot.value) not in known else None
+        name = None if span is None else next((name for a, b, name in spans if a < span[1] and span[0] < b), None)
+        if name is not None:
+            raise refusal(
+                f"`{place}` has the memory of `{name}`, and can't be given that of the sharded parameter",
+                f"read `{name}` itself in the forward, or set `{place}` after `parallelize`",
             )
 
 
@@ -189,4 +208,4 @@ def _replace_tuple(held: tuple[Any, ...], new: Mapping[int, Tensor], depth: int)
         _fill(outer, cast("Any", {id(held): made}), depth + 1)
 
 
-__all__ = ["StockParameter", "inherit", "is_held", "pass_on", "refuse_gradients", "refuse_views"]
+__all__ = ["StockParameter", "inherit", "is_held", "pass_on", "refuse_aliases", "refuse_gradients", "refuse_views"]
