@@ -124,9 +124,8 @@ def lower(model: nn.Module, program: Program, distributor: Distributor, guard: G
     distributor.axis.one_shot = program.one_shot
     held = _held_parameters(model, program)
     if distributor.owns:
-        stocks = [_stock(holders[0], placement) for placement, holders in held]
-        refuse_views(stocks)
-        refuse_aliases(model, stocks)
+        refuse_views(_stock(holders[0], placement) for placement, holders in held)
+        refuse_aliases(model, (_stock(holders[0], placement) for placement, holders in held))
     # On `meta` they take no memory; what is wrong with one shows there, too.
     empty = [distributor.distribute(_without_numbers(holders[0]), placement) for placement, holders in held]
     cut = {id(table[leaf]) for _, holders in held for table, leaf in holders}

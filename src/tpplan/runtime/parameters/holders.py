@@ -96,8 +96,11 @@ def refuse_aliases(model: nn.Module, parameters: Iterable[tuple[Tensor, str]]) -
     Raises:
         StateError: TP140 with both names.
     """
-    spans = [(*span, name) for parameter, name in parameters if (span := memory_span(parameter)) is not None]
-    known = {id(parameter) for parameter in model.parameters()}
+    spans, known = list[tuple[int, int, str]](), {id(parameter) for parameter in model.parameters()}
+    for parameter, name in parameters:  # and quantised weights, which may be buffers
+        known.add(id(parameter))
+        if (span := memory_span(parameter)) is not None:
+            spans.append((*span, name))
     for place, slot in own_slots(model).items():
         span = memory_span(slot.value) if id(slot.value) not in known else None
         name = None if span is None else next((name for a, b, name in spans if a < span[1] and span[0] < b), None)
