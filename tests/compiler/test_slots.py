@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import functools
 import gc
+import logging
 import sys
 import weakref
 from collections import defaultdict, deque
@@ -202,6 +203,19 @@ def test_it_is_looked_through_once_while_nothing_changes() -> None:
     known = {**around.remembered}
     slots_of(model, around)
     assert all(around.remembered[key] is held for key, held in known.items())
+
+
+@pytest.mark.parametrize("of_the_model", [False, True])
+def test_each_logger_leads_to_all(of_the_model: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, name = Model(), "logging.getLogger('tests.another').count"
+    around = Surroundings(model)
+    assert not [each for each in slots_of(model, around) if each.startswith("logging.")]
+    holder: Any = model if of_the_model else KEPT
+    monkeypatch.setattr(holder, "log", logging.getLogger("tests.one"), raising=False)
+    logger: Any = logging.getLogger("tests.another")
+    for count in range(2):
+        logger.count = count
+        assert slots_of(model, around)[name].value == count
 
 
 def test_of_libraries_a_later_compilation_finds_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:

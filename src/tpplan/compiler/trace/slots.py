@@ -15,10 +15,11 @@ for all compilations, and again where a container in it no longer holds the same
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 import sys
 from collections import ChainMap, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from itertools import chain, count
 from operator import is_
@@ -71,6 +72,7 @@ _MOVING = (Tensor, WatchedNumber, WatchedArray, count)
 _UNSET = object()
 _DEFAULTS, _CONTENTS = operator.attrgetter("__defaults__", "__kwdefaults__"), operator.attrgetter("cell_contents")
 _STOCK = frozenset(vars(nn.Module())) | {"forward"}
+_LOGGERS = logging.Logger.manager.loggerDict  # each logger leads to all of the process
 Setter = Callable[[Any, Any, Any], object]
 
 
@@ -170,7 +172,7 @@ def slots_of(model: nn.Module, around: Surroundings) -> Slots:
             kept.collect(f"what {cache.__qualname__} has returned[{place}]", held)
         found |= {name: slot._replace(setter=None, outside=True) for name, slot in kept.slots().items()}
         found[f"the cache of {cache.__qualname__}"] = Slot(cache.cache_info().currsize, cached=True)
-    return Slots(found, _outside(around).without(own.groups.keys()))
+    return Slots(found, _outside(around, own.logs).without(own.groups.keys()))
 
 
 def own_slots(model: nn.Module) -> dict[str, Slot]:
@@ -204,17 +206,25 @@ def hook_name(module: str, number: int) -> str:
 _of_libraries: dict[ModuleType | None, _Section] = {}  # from one compilation to the next
 
 
-def _outside(around: Surroundings) -> _Outside:
-    """The places around a model; looked through again is what no longer holds the same objects."""
+def _outside(around: Surroundings, logs: bool) -> _Outside:
+    """The places around a model; looked through again is what no longer holds the same objects.
+
+    Args:
+        around: what is around it.
+        logs: whether the model itself holds a logger.
+    """
     known: _Outside | None = around.remembered.get(_outside)
     values = [*(around.values(space) for _, space in around.spaces), {}]
     files = [_library_file(name, space) for name, space in around.spaces]
-    before: Iterable[_Section | None] = [*map(_of_libraries.get, files), None] if known is None else known.sections
+    before: list[_Section | None] = [*map(_of_libraries.get, files), None] if known is None else [*known.sections]
     sections = [
         section if section is not None and section.is_same(held) else _section(around, number, held)
         for number, (held, section) in enumerate(zip(values, before, strict=False))
     ]
-    if known is None or not all(map(is_, sections, known.sections)):
+    if logs or any(section.logs for section in sections):
+        (section,), held = before[len(sections) :] or [None], {**_LOGGERS}
+        sections.append(section if section is not None and section.is_same(held) else _in_loggers(held))
+    if known is None or [*map(id, sections)] != [*map(id, known.sections)]:
         known = around.remembered[_outside] = _Outside(sections)
         _of_libraries.update(
             {file: section for file, section in zip(files, sections, strict=False) if file is not None}
@@ -235,6 +245,14 @@ def _section(around: Surroundings, number: int, held: dict[str, Any]) -> _Sectio
         collector.collect(f"{name}.{leaf}", item, space, leaf, Space.set)
     for function in around.functions if number == len(around.spaces) else ():
         collector.collect(f"{function.__module__}.{function.__qualname__}", function)
+    return _Section(held, collector)
+
+
+def _in_loggers(held: dict[str, Any]) -> _Section:
+    """The places in all loggers of the process."""
+    collector = _Collector(outside=True)
+    for name, logger in held.items():
+        collector.collect(f"logging.getLogger({name!r})", logger, _LOGGERS, name, operator.setitem)
     return _Section(held, collector)
 
 
@@ -260,11 +278,16 @@ class _Outside:
 
 
 class _Section:
-    """What was found in one space, and the containers that were looked through, with what they held."""
+    """What was found in one space, and the containers that were looked through, with what they held.
+
+    Attributes:
+        groups: the places, by the container that they are in.
+        logs: whether a logger was among them.
+    """
 
     def __init__(self, values: dict[str, Any], collector: _Collector) -> None:
         """What names stand for, and what was found of it."""
-        self.groups = collector.groups
+        self.groups, self.logs = collector.groups, collector.logs
         self._values = values
         self._objects, self._looks = collector.objects, collector.looks
         self._dicts = [*map(vars, self._objects)]
@@ -308,6 +331,7 @@ class _Collector:
         self.objects: list[Any] = []
         self.functions: list[FunctionType] = []
         self.looks: list[Callable[[], list[Any]]] = []
+        self.logs = False
         self.outside = self._keeps = outside
 
     def slots(self) -> dict[str, Slot]:
@@ -325,6 +349,9 @@ class _Collector:
                 self.found[name] = Slot(held, holder, key, setter, None, self.outside)
             return
         if id(held) in self.groups or isinstance(held, (nn.Module, type)):
+            return
+        if held is _LOGGERS:
+            self.logs = True
             return
         kind: Any = type(item)
         stored = stored_as(kind)
