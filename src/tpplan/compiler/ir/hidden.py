@@ -44,16 +44,20 @@ def holds_only(kinds: frozenset[type], held: Any) -> bool:
     return kinds.issuperset(map(type, held.values() if isinstance(held, dict) else held))  # pyright: ignore
 
 
-def rows_in(items: Sequence[Any]) -> list[Any] | None:
+def rows_in(items: Sequence[Any], stores: frozenset[type] = _ROWS) -> list[Any] | None:
     """The containers among items, and in these in turn, found in C; None if they hold what isn't plain.
 
     A dataset has millions of such rows, as `{"text": "a", "tokens": [3, 5]}`.
+
+    Args:
+        items: the items.
+        stores: the types of containers.
     """
     found: dict[int, Any] = {}
     while kinds := set(map(type, items)) - _PLAIN:
-        if not kinds <= _ROWS:
+        if not kinds <= stores:
             return None
-        rows = {id(row): row for row in items if type(row) in _ROWS and id(row) not in found}
+        rows = {id(row): row for row in items if type(row) in stores and id(row) not in found}
         found |= rows
         tables, lists = by_kind(rows.values())
         items = [*chain.from_iterable(map(dict[Any, Any].values, tables)), *chain.from_iterable(lists)]
@@ -155,9 +159,9 @@ def hidden_tensors(held: object, seen: set[int] | None = None) -> Iterator[tuple
         kind = cast("type[Any]", type(item))
         if id(item) in seen:
             continue
-        if is_of_plain(item):
-            continue
         stores = kind in _STORES
+        if is_of_plain(item) or (stores and rows_in([item], _STORES) is not None):
+            continue
         seen.add(id(item))
         if isinstance(item, Tensor):
             yield _named(trail), item
