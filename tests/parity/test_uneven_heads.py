@@ -7,6 +7,7 @@ import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -294,15 +295,18 @@ def test_all_that_goes_with_heads_is_split_like_them(name: str, tp: int) -> None
     assert report.collectives == report.predicted
 
 
-def generated_with_biases(member: Member) -> bool:
+def generated_with_biases(member: Member) -> tuple[bool, int]:
+    """Whether the tokens are the stock model's, and how many calls were proved for them."""
     stock, call = with_cache("t5", "cpu")
     ids = torch.arange(24).reshape(3, 8) + 4
     sharded = tpplan.parallelize(copy.deepcopy(stock), str(PLANS / "t5.yaml"), member.mesh(), call)
-    made = [model.generate(input_ids=ids, max_new_tokens=5, do_sample=False) for model in (stock, sharded)]  # pyright: ignore
-    return torch.equal(*made)
+    with mock.patch("tpplan.calls.guard.compile_call", side_effect=compile_call) as proved:
+        made = [model.generate(input_ids=ids, max_new_tokens=6, do_sample=False) for model in (stock, sharded)]  # pyright: ignore
+    return torch.equal(*made), proved.call_count
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 def test_biases_by_position_generate_the_same_on_processes() -> None:
-    assert all(world(3).run(generated_with_biases))
+    # Without keys, with those of one token, and with any number of them.
+    assert world(3).run(generated_with_biases) == [(True, 3)] * 3

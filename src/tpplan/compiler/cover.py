@@ -106,6 +106,14 @@ class NotCoveredError(Exception):
     """No more than the sizes of the example are covered; it says why."""
 
 
+class _UnevenError(Exception):
+    """Ranks share sizes unevenly that are made of these: only as they are in the example."""
+
+    def __init__(self, uneven: set[str]) -> None:
+        super().__init__()
+        self.uneven = uneven
+
+
 SizesOf = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Any]]
 """All sizes of a call, in an order that is the same for each call of its kind."""
 
@@ -121,19 +129,23 @@ def cover(subject: Subject, sizes_of: SizesOf, rank: int = 0) -> Cover:
     Raises:
         NotCoveredError: those of the example alone.
     """
-    with symbols() as sizes:
-        try:
-            return _cover(subject, sizes, sizes_of, rank)
-        except NotCoveredError:
-            raise
-        except Exception as error:  # whatever can't be run on symbols
-            raised = error.__cause__ if isinstance(error, BodyError) and error.__cause__ else error
-            raise NotCoveredError(f"{type(raised).__name__}: {raised}") from error
+    fixed = frozenset[_Alike]()
+    while True:
+        with symbols() as sizes:
+            named = _Named(sizes, fixed)
+            try:
+                return _cover(subject, named, sizes, sizes_of, rank)
+            except NotCoveredError:
+                raise
+            except _UnevenError as error:
+                fixed |= named.alike(error.uneven)
+            except Exception as error:  # whatever can't be run on symbols
+                raised = error.__cause__ if isinstance(error, BodyError) and error.__cause__ else error
+                raise NotCoveredError(f"{type(raised).__name__}: {raised}") from error
 
 
-def _cover(subject: Subject, sizes: SizeSymbols, sizes_of: SizesOf, own: int) -> Cover:
+def _cover(subject: Subject, named: _Named, sizes: SizeSymbols, sizes_of: SizesOf, own: int) -> Cover:
     given = subject.given
-    named = _Named(sizes)
     arguments, keywords = _symbolic_call(subject, named)
     results: Results = {}
     state = Capture(SymbolicRecorder(results, given.trace.settings))
@@ -161,6 +173,9 @@ def _cover(subject: Subject, sizes: SizeSymbols, sizes_of: SizesOf, own: int) ->
 
 
 # -- the call ---------------------------------------------------------------------------------------------------------
+_Alike = tuple[str, int, int]  # a name of any item of a list, the example's size, and the number of parts
+
+
 class _Named:
     """Symbols, by the names of what they are sizes of.
 
@@ -168,17 +183,22 @@ class _Named:
     are equal in the example. So equal layers make equal conditions, and results are remembered between them.
     """
 
-    def __init__(self, sizes: SizeSymbols) -> None:
-        self._sizes = sizes
+    def __init__(self, sizes: SizeSymbols, fixed: frozenset[_Alike]) -> None:
+        """Of all sizes but some."""
+        self._sizes, self._fixed = sizes, fixed
         self._shown: dict[str, str] = {}
         self._whole: dict[str, str] = {}
-        self._alike: dict[tuple[str, int, int], Any] = {}
+        self._alike: dict[_Alike, Any] = {}
+
+    def alike(self, symbols: set[str]) -> set[_Alike]:
+        """What symbols stand for."""
+        return {alike for alike, made in self._alike.items() if str(expression_of(made)) in symbols}
 
     def size(self, name: str, example: int, parts: int = 1) -> Any:
         """A symbolic size, of a dim that so many ranks share; the number itself where that is 0 or 1 on a rank."""
-        if example % parts or example // parts < 2:
-            return example
         alike = _of_any_item(name), example, parts
+        if example % parts or example // parts < 2 or alike in self._fixed:
+            return example
         if alike not in self._alike:
             self._alike[alike] = self._new(name, example, parts)
         return self._alike[alike]
@@ -360,13 +380,20 @@ def _hinted(held: Any) -> Any:
 
 
 def _require_even(given: CheckInput, whole: Trace) -> None:
-    """Make it a condition that ranks share all sizes evenly that they share so in the example."""
+    """Make it a condition that ranks share all sizes evenly that they share so in the example.
+
+    Raises:
+        _UnevenError: they share sizes of symbols in other ways.
+    """
+    uneven: set[str] = set()
     for value, layout in given.assignment.layouts.items():
         if layout.dim is None or value >= len(whole.values):
             continue
         size = whole.values[value].shape[layout.dim]
         if isinstance(size, SYMBOLIC) and (layout.packs or not bool(size % (given.size * layout.interleave) == 0)):
-            raise NotCoveredError("ranks share a size that isn't even")
+            uneven |= {str(symbol) for symbol in expression_of(size).free_symbols}
+    if uneven:
+        raise _UnevenError(uneven)
 
 
 def _hold_layouts(whole: Trace, layouts: Mapping[int, Layout], sizes: SizeSymbols) -> None:
@@ -434,17 +461,15 @@ def _groups(before: Sequence[Any], after: Sequence[Any]) -> Iterator[tuple[list[
         dims[side].append(ends[side])
         ends[side] += 1
         products = [_product([shape[dim] for dim in held]) for shape, held in zip(shapes, dims, strict=True)]
-        if all(dims) and _is_equal(*products) and not _goes_on(shapes, ends):
+        if all(dims) and _is_equal(*products):
+            for side, shape in enumerate(shapes):  # dims of one entry that follow
+                while ends[side] < len(shape) and isinstance(shape[ends[side]], int) and shape[ends[side]] == 1:
+                    dims[side].append(ends[side])
+                    ends[side] += 1
             yield dims
             dims = ([], [])
     if any(dims):
         yield dims
-
-
-def _goes_on(shapes: Sequence[Sequence[Any]], ends: Sequence[int]) -> bool:
-    """Whether dims of one entry follow, which count to what is before."""
-    following = [shape[end] for shape, end in zip(shapes, ends, strict=True) if end < len(shape)]
-    return any(isinstance(size, int) and size == 1 for size in following)
 
 
 def _product(sizes: Sequence[Any]) -> Any:
