@@ -144,6 +144,29 @@ class Bytes8(Quantised):
         return self.codes.view(torch.float8_e4m3fn).to(dtype) * self.scales
 
 
+class Turned8(Quantised):
+    """Int8 that is stored by inputs and outputs, and multiplied with its bias in one operation."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.store(codes=int8(inputs, outputs), scales=torch.rand(outputs) / 100, bias=torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.codes.to(x.dtype) * self.scales
+        return torch.addmm(self.bias, x.flatten(0, 1), weight).view(*x.shape[:-1], -1)
+
+
+class Signs(Quantised):
+    """One bit for each number, kept as a boolean."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.store(codes=torch.rand(outputs, inputs) > 0.5, scales=torch.rand(outputs, 1) / 10)
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        return torch.where(self.codes, self.scales, -self.scales).to(dtype)
+
+
 class Experts8(Quantised):
     """Stacked int8 experts, whose mean is the result."""
 
@@ -275,7 +298,9 @@ EXACT: dict[str, Layer] = {
     "int8, a scale by input": partial(Int8, by="columns"),
     "int8, one scale": partial(Int8, by="one"),
     "int8, scaled after the product": partial(Int8, by="after"),
+    "int8, transposed, with a bias": Turned8,
     "int4 in groups, two to a byte": Int4,
+    "signs and a scale": Signs,
     "int4 in groups, symmetric": partial(Int4, zeros=False),
     "MXFP4": Mxfp4,
     "float8, a scale by output": Float8,

@@ -348,6 +348,7 @@ def test_a_layer_with_two_names_has_one_style() -> None:
 KINDS: dict[str, Layer] = {**EXACT, **WITH_MAXIMA}
 ONE_OF_EACH = (
     "int8, a scale by output",
+    "int8, transposed, with a bias",
     "int4 in groups, two to a byte",
     "MXFP8 (e8m0 scales)",
     "GPTQ",

@@ -18,6 +18,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from tpplan.compat.modules import PARAMETRIZATIONS, named_modules, parametrized_tensors
@@ -100,10 +101,14 @@ def computed_tensors(model: nn.Module, readers: Readers) -> dict[str, tuple[Comp
 
 
 def codes_among(readers: Readers, parts: Collection[str]) -> frozenset[str]:
-    """Of stored tensors the largest that stand for numbers, of four bits or more, if no other holds more of them."""
+    """Of stored tensors the largest that stand for numbers, of four bits or more, if no other holds more of them.
+
+    A boolean one stands for as many numbers as it has entries: signs, unless it is a mask of others.
+    """
     kinds = {part: readers.trace.values[readers.named[part]] for part in parts}
     sizes = {part: math.prod(held.shape) for part, held in kinds.items()}
     coded = {p: 2 * sizes[p] * held.dtype.itemsize for p, held in kinds.items() if is_coded(held.shape, held.dtype)}
+    coded |= {p: sizes[p] for p, held in kinds.items() if held.dtype is torch.bool}
     most = max(coded.values(), default=0)
     plain = max((size for part, size in sizes.items() if part not in coded), default=0)
     return frozenset(part for part, size in coded.items() if size == most > plain)

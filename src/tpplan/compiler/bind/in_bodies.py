@@ -62,7 +62,8 @@ def members_of(readers: Readers, layer: str, weights: Collection[Computed], styl
     for value, names in readers.stored.items():
         if names[0] in members or not names[0].startswith(f"{layer}."):
             continue
-        use = find_buffer_use(readers, value) if value in readers.trace.buffers else find_use(readers, value)
+        is_buffer = value in readers.trace.buffers
+        use = find_buffer_use(readers, value, is_part=True) if is_buffer else find_use(readers, value)
         if isinstance(use, Product) or (use is not None and use.made in after and use.is_added):
             members[names[0]] = style
         elif use is not None and use.made is not None and (use.made in after) == (style is Style.COLWISE):

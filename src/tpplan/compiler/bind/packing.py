@@ -191,7 +191,7 @@ def _with_parameters(
             form = parts[name].form_of(name, bound.style) or _own_product(readers, readers.named[name])
             modules[name] = replace(bound, form=form, style=Style.REPLICATE if form is None else bound.style)
             continue
-        form = _find_use(readers, readers.named[name]) if name in readers.named else None
+        form = _find_use(readers, readers.named[name], bool(bound.wrapper)) if name in readers.named else None
         if form is None or (isinstance(form, Addend) and not form.is_added and bound.style is Style.ROWWISE):
             beside = _no_product(bound, readers, readers.named.get(name))
             split = "write `colwise`, which splits it with the features or heads that it stands beside, or "
@@ -230,8 +230,8 @@ def _unfollowed(
     return found
 
 
-def _find_use(readers: Readers, value: int) -> Product | Addend | None:
-    return find_buffer_use(readers, value) if value in readers.trace.buffers else find_use(readers, value)
+def _find_use(readers: Readers, value: int, is_part: bool = False) -> Product | Addend | None:
+    return find_buffer_use(readers, value, is_part) if value in readers.trace.buffers else find_use(readers, value)
 
 
 def _own_product(readers: Readers, value: int) -> Product | None:

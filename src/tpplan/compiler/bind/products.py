@@ -94,17 +94,22 @@ def _kind(product: Product) -> Product:
     return replace(product, made=0, given=0)
 
 
-def find_buffer_use(readers: Readers, value: int) -> Addend | None:
+def find_buffer_use(readers: Readers, value: int, is_part: bool = False) -> Product | Addend | None:
     """How the buffer `value` can be split: as the features or heads that it stands beside; None if it can't.
 
     One that the model writes to stays whole, as the whole is read again after the call; except for the statistics of
     batch norms, which are made whole again.
+
+    Args:
+        readers, value: the trace, and the buffer.
+        is_part: whether it belongs to a layer that computes its weight, and is used as a parameter there.
     """
     replaced = not {*readers.trace.buffers[value]}.isdisjoint(readers.trace.effects.kept.values())
     read = [(operation, seen) for _, operation, seen in readers.of(value)]
     kept = [seen == value and seen in kept_statistics(operation.name, operation.arguments) for operation, seen in read]
-    unlike = any(kept) and not all(kept)
-    return None if replaced or unlike or readers.is_written(value) else _beside(readers, value)
+    if replaced or (any(kept) and not all(kept)) or readers.is_written(value):
+        return None
+    return find_use(readers, value) if is_part else _beside(readers, value)
 
 
 def derived(readers: Readers, value: int) -> Iterator[tuple[int, Dims]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tpplan.compiler.bind.bind import Binding, Bound
-from tpplan.compiler.ir.layout import Pack
+from tpplan.compiler.ir.layout import REPLICATED, Pack
 from tpplan.compiler.ir.region import CallNode, Instance, LocalValue, OperationNode, Region, RegionBoundary, picks_of
 from tpplan.compiler.ir.replaced_bodies import Recurrence
 from tpplan.compiler.ir.trace import (
@@ -183,7 +183,7 @@ class _Builder:
         names = self.trace.parameters.get(identifier)
         layout = None if names is None else self.binding.parameters[names[0]]
         buffer = self.binding.parameters.get(self.trace.buffers.get(identifier, ("",))[0])
-        layout = buffer if buffer is not None and buffer.is_sharded else layout
+        layout = buffer if buffer not in (None, REPLICATED) else layout
         constant, picks = identifier in self.constants, picks_of(value.numbers)
         gradless = identifier in self.trace.gradients.gradless
         weight, lengths = identifier in self.weights, self._lengths(identifier)

@@ -200,7 +200,7 @@ def _parameters(
 
 def _is_stored_in_parts(name: str, binding: Binding) -> bool:
     """Whether each rank stores its part of a buffer alone: of what a layer computes its weight of."""
-    return binding.parameters[name].is_sharded and bool(binding.owners[name].wrapper)
+    return binding.parameters[name] != REPLICATED and bool(binding.owners[name].wrapper)
 
 
 def _buffers(trace: Trace, model: nn.Module, size: int, binding: Binding) -> tuple[ParameterPlacement, ...]:
@@ -288,14 +288,14 @@ def _modules(
 
 
 def _reads(trace: Trace, binding: Binding) -> dict[str, dict[tuple[str, ...], None]]:
-    """The parameters, and split buffers, that each module's own body reads, by module; each with all its names.
+    """The parameters, and buffers with a layout, that each module's own body reads, by module; each with all its names.
 
     Also by operations whose results nobody reads: they run all the same. So do those of its own that the example leaves
     aside: a call of other sizes may choose another, and a functional call has others in their places.
     """
     found: dict[str, dict[tuple[str, ...], None]] = defaultdict(dict)
-    split = {value: names for value, names in trace.buffers.items() if binding.parameters[names[0]].is_sharded}
-    stored = trace.parameters | split
+    placed = {value: names for value, names in trace.buffers.items() if binding.parameters[names[0]] != REPLICATED}
+    stored = trace.parameters | placed
     own: dict[str, list[tuple[str, ...]]] = defaultdict(list)
     for names in stored.values():
         for name in names:
