@@ -15,6 +15,7 @@ import tpplan
 from tests.marking import slow_but
 from tests.runtime.world import Member, world
 from tpplan.compiler.ir.program import Program
+from tpplan.compiler.trace.decomposed import decomposed
 from tpplan.plan import CompileError
 
 WIDTH, INNER, RANK = 16, 32, 3
@@ -126,6 +127,40 @@ class ByAnother(nn.Linear):
         return functional.linear(x, self.step(self.weight), self.bias)
 
 
+class Fake(nn.Linear):
+    """Rounds its weight by torch's fused operation, with a scale for each output, and its input with one."""
+
+    AXIS = 0
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.scales: Tensor
+        self.zeros: Tensor
+        count = (outputs, inputs)[self.AXIS]
+        self.register_buffer("scales", torch.rand(count) / 100)  # some entries are beyond the codes
+        self.register_buffer("zeros", torch.randint(-9, 9, (count,), dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales = self.scales.float()
+        x = torch.fake_quantize_per_tensor_affine(x, 0.05, 3, -20, 20)
+        weight = torch.fake_quantize_per_channel_affine(self.weight, scales, self.zeros, self.AXIS, -16, 15)
+        return functional.linear(x, weight, self.bias)
+
+
+class FakeColumns(Fake):
+    """With a scale for each input."""
+
+    AXIS = 1
+
+
+class FakeMean(nn.Linear):
+    """With a scale of the mean entry, which is a tensor, as is the zero point."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, zero = self.weight.detach().abs().mean().float() / 4, torch.zeros((), dtype=torch.int32)
+        return functional.linear(x, torch.fake_quantize_per_tensor_affine(self.weight, scale, zero, -8, 7), self.bias)
+
+
 class Cosine(nn.Module):
     """A block with a head that compares directions, and its loss."""
 
@@ -183,6 +218,9 @@ KINDS: dict[Any, tuple[int, int, bool]] = {
     Standard: (3, 3, False),
     Unit: (1, 1, False),
     ByAnother: (5, 5, False),
+    Fake: (0, 0, False),
+    FakeColumns: (0, 0, False),
+    FakeMean: (2, 0, False),
 }
 
 
@@ -193,13 +231,38 @@ def layouts(program: Program) -> dict[str, str]:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "tp"),
-    slow_but([(LowRank, 2), (Ternary, 4), (Measured, 2), (Unit, 2)], [(k, tp) for k in KINDS for tp in (2, 4)]),
+    slow_but(
+        [(LowRank, 2), (Ternary, 4), (Measured, 2), (Unit, 2), (Fake, 4), (FakeColumns, 2)],
+        [(k, tp) for k in KINDS for tp in (2, 4)],
+    ),
 )
 def test_pairs_of_columns_and_rows(kind: Any, tp: int) -> None:
     report = tpplan.verify(model_of(kind), PLAN, tp, (x_of(),))
     assert report.ok, report.problems
     forward, backward, summed = KINDS[kind]
     assert report.collectives == report.predicted == {"all-reduce": 2 + forward + backward + summed}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("function", "given"),
+    [
+        (torch.fake_quantize_per_tensor_affine, (0.037, 5)),
+        (torch.fake_quantize_per_tensor_affine, (torch.tensor([0.04]), torch.tensor([2.0]))),
+        (torch.fake_quantize_per_channel_affine, (torch.rand(8) / 9 + 0.01, torch.arange(8).int() - 4, 0)),
+        (torch.fake_quantize_per_channel_affine, (torch.rand(64) / 9 + 0.01, torch.rand(64), 1)),
+    ],
+)
+def test_rounding_is_recorded_as_what_torch_computes(function: Any, given: Any, dtype: torch.dtype) -> None:
+    found: list[Tensor] = []
+    for each in (function, decomposed(function)):
+        torch.manual_seed(0)
+        x = (3 * torch.randn(8, 64)).to(dtype).requires_grad_()
+        made = each(x, *given, -16, 15)
+        made.backward(torch.randn(8, 64).to(dtype))
+        found += [made.detach(), x.grad]  # pyright: ignore
+    assert decomposed(function) is not function
+    torch.testing.assert_close(found[:2], found[2:], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", slow_but([Direction], KINDS))

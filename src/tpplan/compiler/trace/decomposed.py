@@ -6,6 +6,8 @@ out: one that computes the same step by step; the function itself if there is no
     _weight_norm(v, g, 0)       ->   v * (g / sqrt(sum(v * v)))
     glu(x, -1)                  ->   a * sigmoid(b), of the halves a, b of x
     bincount(x, minlength=n)    ->   n zeros, with a one added at each number of x
+    fake_quantize_per_channel_affine(w, s, z, 0, -128, 127)
+                                ->   (clamp(round(w / s) + z, -128, 127) - z) * s; inside of these w has the gradient
 
 A fused operation takes whole vectors. Of its steps each has rules of its own, so that a rank may have a part of every
 vector, or of each half. Where it has whole ones, the body goes on calling what it calls. Of `bincount` torch can't tell
@@ -71,11 +73,40 @@ def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) 
     return zeros.scatter_add(0, input.to(torch.int64), torch.ones_like(input, dtype=torch.int64))
 
 
+def _fake_quantized(x: Tensor, places: Tensor, zero: Tensor | int, scale: Tensor, low: int, high: int) -> Tensor:
+    """What the nearest codes from `low` to `high` stand for; there is no gradient beyond these."""
+    kept = torch.where((places >= low) & (places <= high), x, 0)
+    return ((places.clamp(low, high) - zero) * scale).to(x.dtype) + (kept - kept.detach())
+
+
+def _fake_quantize_tensor(
+    input: Tensor, scale: Tensor | float, zero_point: Tensor | int, quant_min: int, quant_max: int
+) -> Tensor:
+    if not isinstance(scale, Tensor):
+        scale = torch.full((), scale, dtype=torch.float32, device=input.device)
+    scale = scale.detach().reshape(())
+    zero = zero_point.detach().reshape(()).to(torch.int64) if isinstance(zero_point, Tensor) else zero_point
+    places = (_wide(input.detach()) * (1 / scale)).round() + zero
+    return _fake_quantized(input, places.float(), zero, scale, quant_min, quant_max)
+
+
+def _fake_quantize_channels(
+    input: Tensor, scale: Tensor, zero_point: Tensor, axis: int, quant_min: int, quant_max: int
+) -> Tensor:
+    shape = [-1 if d == axis else 1 for d in range(input.dim())]
+    scale, zero = scale.detach().view(shape), zero_point.detach().view(shape)
+    scaled = _wide(input.detach()) * (1 / scale)
+    places = (scaled + zero).round() if zero.is_floating_point() else scaled.round() + zero
+    return _fake_quantized(input, places, zero, scale, quant_min, quant_max)
+
+
 _STEPS: dict[Any, Callable[..., Any]] = {
     FUSED_WEIGHT_NORM: _weight_norm,
     functional.glu: _glu,
     torch.bincount: _bincount,
     Tensor.bincount: _bincount,
+    torch.fake_quantize_per_tensor_affine: _fake_quantize_tensor,
+    torch.fake_quantize_per_channel_affine: _fake_quantize_channels,
 }
 
 
