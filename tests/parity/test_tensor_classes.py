@@ -60,6 +60,30 @@ def test_gradients_pass_through_frozen_layers() -> None:
     assert report.ok, report.problems
 
 
+def _by_quanto(weights: str, freezes: bool) -> nn.Module:
+    quanto: Any = pytest.importorskip("optimum.quanto")
+    torch.manual_seed(0)
+    model = Mlp(nn.Linear).requires_grad_(False)
+    quanto.quantize(model, weights=weights)
+    if freezes:
+        quanto.freeze(model)  # makes parameters that require grad
+    return model
+
+
+@pytest.mark.parametrize(("weights", "freezes", "tp"), [("qint8", True, 2), ("qfloat8", True, 4), ("qint8", False, 4)])
+def test_weights_of_quanto(weights: str, freezes: bool, tp: int) -> None:
+    model, inputs = _by_quanto(weights, freezes), calls(requires_grad=True)
+    if freezes:
+        with pytest.raises(CompileError, match=r"TP112.*it requires grad(.|\n)*`requires_grad_\(False\)` on `down"):
+            tpplan.compile_plan(model, PLAN, tp, inputs)
+        model.requires_grad_(False)
+    program = tpplan.compile_plan(model, PLAN, tp, inputs)
+    codes = [held for held in program.parameters if held.name.endswith(("weight", "_data"))]
+    assert len(codes) == 2 and all(held.local_bytes * tp == held.bytes for held in codes)
+    report = tpplan.verify(model, PLAN, tp, inputs)
+    assert report.ok, report.problems
+
+
 @pytest.mark.parametrize(("kind", "packed"), [(Groups, False), (Coded, True)])
 def test_parts_of_heads_are_cut_in_their_own_entries(kind: type[Coded], packed: bool) -> None:
     torch.manual_seed(0)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tpplan.plan import CompileError
 from tpplan.runtime.lower import lower
 from tpplan.suggest import search
 
+T = TypeVar("T")
 PLAN = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
 
 
@@ -255,3 +257,35 @@ def test_a_caller_may_write_to_the_container_that_it_gets() -> None:
     assert {"layers.0.qkv", "layers.1.out", "tower.up"} <= found.settings.keys()
     parity = verify_program(stock, found.program, call)
     assert not parity.problems and parity.max_error < 1e-12
+
+
+class Abstract(ABC, nn.Linear):
+    """Of no class with a `__dict__` first, so that Python gives its objects other memory than `nn.Linear`'s."""
+
+
+class Typed(Generic[T], nn.Linear):
+    pass
+
+
+class Model(ABC, Body):
+    pass
+
+
+class Sealed(nn.Linear):
+    def __init_subclass__(cls) -> None:
+        raise TypeError("nobody derives from this")
+
+
+@pytest.mark.parametrize("kind", [Abstract, Typed])
+def test_a_class_may_have_a_base_without_attributes_first(kind: type[nn.Linear]) -> None:
+    model = Model(Body.pair)
+    model.up, model.down = kind(8, 16), kind(16, 8)
+    report = tpplan.verify(model, PLAN, 2, torch.randn(2, 4, 8, requires_grad=True))
+    assert report.ok, report.problems
+
+
+def test_a_class_that_nobody_derives_from_is_refused_by_name() -> None:
+    model = Body(Body.pair)
+    model.up = Sealed(8, 16)
+    with pytest.raises(CompileError, match=r"TP112.*`tests.*Sealed`.*nobody derives(.|\n)*__init_subclass__"):
+        tpplan.compile_plan(model, PLAN, 2, torch.randn(2, 4, 8))

@@ -145,6 +145,32 @@ def derive_class(held: object, members: dict[str, object]) -> None:
     held.__class__ = type(kind.__name__, (kind,), members | {"__module__": kind.__module__})
 
 
+def class_over(name: str, base: type[Any], stock: type[Any], members: dict[str, Any]) -> type[Any]:
+    """A class of `base` and then `stock`, for whose objects those of `stock` can be taken by setting `__class__`.
+
+    Python lets that be where both classes have the same first base without a `__dict__`. Of a class whose first one has
+    no `__dict__` (`class Layer(ABC, nn.Linear)`, `Generic`), it has to come first here, and only the order in which
+    attributes are looked up has `base` before it. For every torch.
+    """
+    made: type[Any] = type(name, (base, stock), members)
+    if _without_dict(base) is _without_dict(stock):
+        return made
+    order = made.__mro__[1:]
+
+    class Ordered(type(made)):
+        def mro(cls) -> list[type[Any]]:
+            return [cls, *order] if cls.__bases__ == (stock, base) else super().mro()
+
+    return Ordered(name, (stock, base), members)
+
+
+def _without_dict(kind: type[Any]) -> type[Any]:
+    """The first base of a class whose objects have no `__dict__`."""
+    while kind.__dictoffset__ and kind.__base__ is not None:
+        kind = kind.__base__
+    return kind
+
+
 @contextmanager
 def without_cached_weights() -> Generator[None]:
     """A block outside of `parametrize.cached()`, which keeps what is computed of parameters. For every torch."""

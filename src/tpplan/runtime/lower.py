@@ -22,6 +22,7 @@ from tpplan.compat.modules import WEIGHTS_LISTED, named_modules, own_buffers, ow
 from tpplan.compiler.bind.attributes import replaced_attribute
 from tpplan.compiler.ir.program import ParameterPlacement, Program
 from tpplan.compiler.trace.skeleton import make_skeleton
+from tpplan.plan import CompileError, Diagnostic
 from tpplan.runtime.around.recent import Ran, RecentCalls, unknown
 from tpplan.runtime.around.results import Results
 from tpplan.runtime.around.watched import WatchedCall
@@ -248,8 +249,7 @@ def _module_changes(
     prepared = prepare(modules, program, axis, distributor.device, stock)
     changes: list[_Change] = []
     for held in prepared:
-        replacement = swapped_class(type(held.module), held.style, held.module is modules[""], held.tensors)
-        changes.append(_swap_class(held.module, replacement))
+        changes.append(_swap_class(held, held.module is modules[""]))
     writes = None if guard is None else Writes()
     variants = Variants(modules, stock, axis, distributor.device, guard, program, prepared, writes)
     changes.append(_Change(lambda: variants.put_in(prepared), variants.take_out))
@@ -307,11 +307,21 @@ def _watch(module: nn.Module, writes: Writes, carries: bool) -> _Change:
     return _Change(apply, undo)
 
 
-def _swap_class(module: nn.Module, replacement: type[nn.Module]) -> _Change:
-    stock = type(module)
+def _swap_class(held: Prepared, root: bool) -> _Change:
+    module, stock = held.module, type(held.module)
 
     def apply() -> None:
-        become(module, replacement)
+        try:
+            become(module, swapped_class(stock, held.style, root, held.tensors))
+        except Exception as error:  # whatever the class says of being derived from
+            kind = f"{stock.__module__}.{stock.__qualname__}"
+            finding = Diagnostic(
+                code="TP112",
+                message=f"no class of tpplan's can be derived from `{kind}`, or take its place: {error}",
+                help=f"let `{stock.__name__}` be derived from as any `nn.Module` (see its `__init_subclass__`, its "
+                "metaclass and its `__slots__`), or leave out the rules for modules of it and in it",
+            )
+            raise CompileError([finding]) from error
 
     def undo() -> None:
         become(module, stock)

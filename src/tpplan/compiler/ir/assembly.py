@@ -10,6 +10,7 @@ What else its class knows of a rank's part, such as the shape of its blocks, is 
 
 from __future__ import annotations
 
+import ast
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from tpplan.state.content import Reader
 
 ASSEMBLIES = "_tpplan_assemblies"
 """The attribute of a module's class with the assemblies of its weights, by name."""
+UNFROZEN = "it requires grad, as `nn.Parameter` makes it unless told otherwise, and its parts can't"
+"""Why a weight that can be trained isn't taken apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +58,13 @@ class Assembly:
         kind: Any = type(tensor)
         if not is_wrapper(tensor):
             raise WrapperError("torch can't take it apart: its class has no `__tensor_flatten__`")
-        if tensor.requires_grad:
-            raise WrapperError("it requires grad, which its parts couldn't be given")
         names, context = kind.__tensor_flatten__(tensor)
         inner: dict[str, Tensor] = {name: getattr(tensor, name) for name in names}
         other = next((held for held in inner.values() if type(held) not in (Tensor, nn.Parameter)), None)
         if other is not None:
             raise WrapperError(f"what it keeps is again of a class of its own, a `{type(other).__name__}`")
-        if any(held.requires_grad for held in inner.values()):
-            raise WrapperError("what it keeps requires grad, which its parts couldn't be given")
+        if tensor.requires_grad or any(held.requires_grad for held in inner.values()):
+            raise WrapperError(UNFROZEN)
         try:
             assembly = cls(leaf, wrapper_on_meta(tensor), tuple(names), context)
             made = assembly.made({name: getattr(assembly.example, name) for name in names})
@@ -155,13 +156,23 @@ class Assembly:
 def _resized(kept: Any, shape: Shape, local: Shape) -> Any:
     """What a class without such slices keeps, with a rank's sizes for the whole's in what has a number for each dim.
 
-    So have the shapes of blocks. That it is right is what the proof of the body says, which runs with it.
+    So have the shapes of blocks, strides, and texts of these (`str(list(size))`). That it is right is what the proof of
+    the body says, which runs with it.
     """
     kind, plain = cast("Any", type(kept)), kept
+    if isinstance(kept, str):
+        try:
+            read = ast.literal_eval(kept)
+        except (ValueError, SyntaxError):
+            return kept
+        made = _resized(read, shape, local)
+        return kept if made == read else str(made)
     if isinstance(kept, dict):
         return {key: _resized(held, shape, local) for key, held in plain.items()}
     if not isinstance(kept, (list, tuple)) or len(plain) != len(shape) or any(type(n) is not int for n in plain):
         return plain
+    if tuple(plain) == contiguous(shape):
+        return kind(contiguous(local))
     return kind([here if n == of else n for n, of, here in zip(plain, shape, local, strict=True)])
 
 
@@ -170,4 +181,4 @@ def assemblies_of(module: nn.Module) -> Mapping[str, Assembly]:
     return getattr(type(module), ASSEMBLIES, {})
 
 
-__all__ = ["ASSEMBLIES", "Assembly", "assemblies_of"]
+__all__ = ["ASSEMBLIES", "UNFROZEN", "Assembly", "assemblies_of"]

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from tpplan.compat.hooks import has_gradient_hooks, hooks_of
 from tpplan.compat.modules import named_modules, own_buffers, own_parameters
 from tpplan.compat.subclasses import computes_otherwise
-from tpplan.compiler.ir.assembly import Assembly
+from tpplan.compiler.ir.assembly import UNFROZEN, Assembly
 from tpplan.compiler.ir.kept_tensors import WrapperError
 from tpplan.compiler.ir.trace import Path
 from tpplan.compiler.trace.slots import hook_name
@@ -142,13 +142,17 @@ def _of_other_classes(model: nn.Module) -> Iterator[Diagnostic]:
     """TP112 for tensors whose class says what is computed with them, and that weren't taken apart."""
     for name, tensor in (*model.named_parameters(), *_other_tensors(model)):
         if computes_otherwise(type(tensor)):
+            reason = _whole_for(tensor)
             yield Diagnostic(
                 code="TP112",
                 message=f"`{name}` is {with_article(f'{type(tensor).__module__}.{type(tensor).__name__}')}, a tensor "
                 "whose class says itself what operations on it compute, and what is proved of plain tensors doesn't "
-                f"hold for it: {_whole_for(tensor)}",
+                f"hold for it: {reason}",
                 help=_UNGATHERED
                 if _gathers_itself(tensor)
+                else f"call `requires_grad_(False)` on `{name}` before, which isn't trained then, as quantised weights "
+                "mostly aren't"
+                if reason == UNFROZEN
                 else f"keep plain numbers in `{name}`, such as weights "
                 "that aren't quantised, or quantised numbers and their scales as plain tensors with which the layer's "
                 "own forward computes",

@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from tpplan.compat.data_parallel import OwnReducer, PendingUnit, follow_units, refused_option
+from tpplan.compat.modules import class_over
 from tpplan.compiler.ir.pytree import children
 from tpplan.runtime.data_parallel.averaging import MEBIBYTE, Averager, DataParallelError, equalise
 
@@ -77,7 +78,7 @@ def _refused(what: str, way_out: str) -> DataParallelError:
 
 @functools.cache
 def _averaging_class(kind: type[DistributedDataParallel]) -> type[DistributedDataParallel]:
-    return type(kind.__name__, (_Averaging, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    return class_over(kind.__name__, _Averaging, kind, {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
 def follow_wrappers() -> Callable[[], None]:

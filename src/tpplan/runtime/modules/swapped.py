@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tpplan.compat.autograd import recomputes
-from tpplan.compat.modules import own_buffers, own_parameters
+from tpplan.compat.modules import class_over, own_buffers, own_parameters
 from tpplan.runtime.around.outside_forwards import serving_methods
 from tpplan.runtime.compiled.compiled_entry import as_called, with_entry
 from tpplan.runtime.modules.module_runtime import RUNTIME, ModuleRuntime
@@ -79,7 +79,7 @@ def swapped_class(
     own = {"forward": as_called(base.forward, stock.forward), "__module__": stock.__module__, "__doc__": stock.__doc__}
     own["__qualname__"] = stock.__qualname__  # by `str` of a class transformers looks up which outputs it can record
     read = {held: _OwnTensor(held) for held in tensors if not hasattr(stock, held)}
-    return with_entry(type(name, (base, stock), methods | own | read), base.forward)
+    return with_entry(class_over(name, base, stock, methods | own | read), base.forward)
 
 
 def _is_outside(module: nn.Module) -> bool:

@@ -28,6 +28,7 @@ from tpplan.compat.dtensors import local_of
 from tpplan.compat.dynamo import COMPILED_CALL
 from tpplan.compat.modules import (
     PARAMETRIZATIONS,
+    class_over,
     own_modules,
     own_parameters,
     parametrized_tensors,
@@ -295,7 +296,7 @@ def watched_class(stock: type[nn.Module], members: Mapping[str, Any] | None = No
         own |= {"__deepcopy__": _copied, "__reduce_ex__": functools.partialmethod(_as_stock, stock)}
     if stock is nn.ModuleDict:
         own["__contains__"] = _contains
-    made = type(stock.__name__, (Watched, stock), own | dict(members or {}))
+    made = class_over(stock.__name__, Watched, stock, own | dict(members or {}))
     if members is None:
         _classes[stock] = made
     return made

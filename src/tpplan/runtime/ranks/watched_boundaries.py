@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat.modes import without_dispatch_modes, without_function_modes
+from tpplan.compat.modules import class_over
 from tpplan.compat.pipelines import wants_shapes_alone
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.program import Boundary, Program, dtype_name
@@ -160,7 +161,7 @@ def checksum(tensor: Tensor) -> int:
 def checked_class(kind: type[nn.Module]) -> type[nn.Module]:
     """A class like `kind`, of its name, whose calls are checked."""
     own: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (_Checked, kind), own)
+    return class_over(kind.__name__, _Checked, kind, own)
 
 
 class _Checked(Watched):
