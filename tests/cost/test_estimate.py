@@ -77,6 +77,7 @@ def test_work_is_counted_as_torch_counts_it(compiled: tpplan.Program) -> None:
     [
         ("aten._scaled_mm.default", [(16, 32), (32, 64), (), ()], "float8_e4m3fn", "fp8"),
         ("aten._scaled_mm.default", [(16, 32), (32, 64), (16, 1), (1, 64), (64,)], "float8_e5m2", "fp8"),
+        ("aten._scaled_mm_v2.default", [(16, 32), (32, 64), (16, 1), (1, 64), (64,)], "float8_e4m3fn", "fp8"),
         ("aten._int_mm.default", [(16, 32), (32, 64)], "int8", "int8"),
         ("aten.mm.default", [(16, 32), (32, 64)], "complex64", "float32"),
     ],

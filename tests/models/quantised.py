@@ -247,9 +247,9 @@ class W8A8(Quantised):
 class Scaled8(Quantised):
     """Float8 times float8 with a scale for each row of both (`rows`), for each tensor (`one`), or `static`."""
 
-    def __init__(self, inputs: int, outputs: int, by: str = "rows") -> None:
+    def __init__(self, inputs: int, outputs: int, by: str = "rows", listed: bool = False) -> None:
         super().__init__()
-        self.by, rows = by, by == "rows"
+        self.by, self.listed, rows = by, listed, by == "rows"
         codes = torch.randn(outputs, inputs).to(torch.float8_e4m3fn)
         self.store(codes=codes, scales=torch.rand((outputs, 1) if rows else ()) / 100)
         if by == "static":
@@ -263,7 +263,13 @@ class Scaled8(Quantised):
             largest = rows.abs().amax(-1, keepdim=True) if self.by == "rows" else rows.abs().max()
             scale = (largest.clamp(min=1e-5) / 448).float()
         codes = (rows / scale).to(torch.float8_e4m3fn)
-        made = torch.ops.aten._scaled_mm.default(codes, self.codes.t(), scale, self.scales.t(), out_dtype=torch.float32)
+        if self.listed:
+            kind = functional.ScalingType.RowWise if self.by == "rows" else functional.ScalingType.TensorWise
+            given = (codes, self.codes.t(), scale, kind, self.scales.t(), kind)
+            made = functional.scaled_mm(*given, output_dtype=torch.float32)
+        else:
+            given = (codes, self.codes.t(), scale, self.scales.t())
+            made = torch.ops.aten._scaled_mm.default(*given, out_dtype=torch.float32)
         return made.to(x.dtype).unflatten(0, x.shape[:-1])
 
 
@@ -313,6 +319,7 @@ EXACT: dict[str, Layer] = {
     "int8 experts, stacked": Experts8,
     "W8A8, static": partial(W8A8, by="static"),
     "float8 times float8, static": partial(Scaled8, by="static"),
+    "`scaled_mm`, static": partial(Scaled8, by="static", listed=True),
 }
 """By the names of docs/quantisation.md: what sends nothing more than a plain layer does."""
 WITH_MAXIMA: dict[str, Layer] = {
@@ -323,5 +330,7 @@ WITH_MAXIMA: dict[str, Layer] = {
     "LLM.int8()": Apart,
     "float8 times float8, by token": Scaled8,
     "float8 times float8, by tensor": partial(Scaled8, by="one"),
+    "`scaled_mm`, by token": partial(Scaled8, listed=True),
+    "`scaled_mm`, by tensor": partial(Scaled8, by="one", listed=True),
 }
 """What sends the largest entries of a row-wise layer's input as well."""

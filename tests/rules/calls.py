@@ -32,6 +32,7 @@ FOURIER = tuple(f"aten._fft_{kind}.default" for kind in ("c2c", "r2c", "c2r"))
 SHAPED: Mapping[str, tuple[tuple[tuple[int, ...], ...], tuple[Any, ...]]] = {
     "aten._int_mm.default": (((4, 8), (8, 6)), ()),
     "aten._scaled_mm.default": (((32, 32), (64, 32), (), ()), (None, None, torch.float32)),
+    "aten._scaled_mm_v2.default": (((32, 32), (64, 32), (), ()), ([], None, torch.float32)),
     "aten.view.dtype": (((4, 8, 6),), (torch.int64,)),
     "aten.pixel_shuffle.default": (((4, 8, 2, 3),), (2,)),
     "aten.pixel_unshuffle.default": (((4, 8, 4, 2),), (2,)),
@@ -186,9 +187,12 @@ def shaped(name: str) -> Iterator[Call]:
     tensors = [torch.rand(shape, dtype=torch.float64, generator=generator) * 1.8 - 0.9 for shape in shapes]
     if name == "aten._int_mm.default":
         tensors = [(tensor * 100).to(torch.int8) for tensor in tensors]
-    if name == "aten._scaled_mm.default":
+    if name.startswith("aten._scaled_mm"):
         one, other, *scales = tensors
         tensors = [one.to(torch.float8_e4m3fn), other.to(torch.float8_e4m3fn).t(), *(scale.float() for scale in scales)]
+    if name == "aten._scaled_mm_v2.default":
+        yield Call(resolve(name), (*tensors[:2], [tensors[2]], [0], [], [tensors[3]], [0], *rest), {})
+        return
     yield Call(resolve(name), (*tensors, *rest), {})
 
 

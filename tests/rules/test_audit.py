@@ -207,14 +207,20 @@ SCALED: tuple[
 )
 
 
+@pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize(("layouts", "result"), SCALED)
 def test_scales_and_the_bias_of_a_scaled_product_lie_as_its_matrices(
-    layouts: tuple[Layout, ...], result: Layout | None
+    layouts: tuple[Layout, ...], result: Layout | None, listed: bool
 ) -> None:
     numbers = [torch.rand(shape, generator=torch.Generator().manual_seed(0)) for shape in ((32, 64), (64, 64))]
     codes, weight = (held.to(torch.float8_e4m3fn) for held in numbers)
     given = (codes, weight.t(), torch.rand(32, 1), torch.rand(1, 64), torch.rand(64))
-    subject = Subject(Call(aten._scaled_mm.default, given, {"out_dtype": torch.float32}))
+    call = Call(aten._scaled_mm.default, given, {"out_dtype": torch.float32})
+    if listed:
+        one, other, scales, others, bias = given
+        by_rows = (one, other, [scales], [1], [], [others], [1], [], bias, torch.float32)
+        call = Call(aten._scaled_mm_v2.default, by_rows, {})
+    subject = Subject(call)
     found = subject.outcomes(Propagator(2, 2), layouts)
     assert (None if isinstance(found, Refusal) else found[0].outputs[0]) == result
     if not isinstance(found, Refusal):

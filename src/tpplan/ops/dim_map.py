@@ -72,6 +72,8 @@ def order_of(target: OpOverload, arguments: Sequence[Any], rank: int) -> list[in
     if given and not isinstance(given[0], int):
         return [dim % rank for dim in given[0]]
     order = [*range(rank)]
+    if rank < 2:  # `t`
+        return order
     one, other = (dim % rank for dim in given) if given else (max(rank - 2, 0), rank - 1)
     order[one], order[other] = order[other], order[one]
     return order

@@ -130,7 +130,8 @@ _ROWS: tuple[tuple[Operator, str], ...] = (
      "nll_loss_forward.default nll_loss2d_forward.default"),
     (Operator("product", "one"), "mm.default bmm.default _grouped_mm.default dot.default mv.default _int_mm.default"),
     (Operator("product"), "linalg_solve_triangular.default"),
-    (Operator("product", "mixed"), "addmm.default baddbmm.default convolution.default _scaled_mm.default"),
+    (Operator("product", "mixed"), "addmm.default baddbmm.default convolution.default _scaled_mm.default "
+     "_scaled_mm_v2.default"),
     (Operator("view", "first"),
      "view.default _unsafe_view.default reshape.default _reshape_alias.default expand.default transpose.int "
      "permute.default squeeze.default squeeze.dim squeeze.dims t.default view_as_complex.default "
@@ -198,10 +199,11 @@ _ROLES: Mapping[str, str] = {
     "places": "nonzero.default",
     "choice": "argmax.default max.dim topk.default",
     # -- products
-    "product": "mm.default bmm.default addmm.default baddbmm.default _int_mm.default _scaled_mm.default",
+    "product": "mm.default bmm.default addmm.default baddbmm.default _int_mm.default _scaled_mm.default "
+    "_scaled_mm_v2.default",
     "plain product": "mm.default addmm.default",
     "two factors": "mm.default _int_mm.default",
-    "scaled product": "_scaled_mm.default",
+    "scaled product": "_scaled_mm.default _scaled_mm_v2.default",
     "sum and product": "addmm.default",
     "batched product": "bmm.default",
     "grouped product": "_grouped_mm.default",

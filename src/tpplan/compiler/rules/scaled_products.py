@@ -1,4 +1,6 @@
-"""Scaled products: matrices of float8 with scales (`torch._scaled_mm`), which ranks multiply as `mm` does.
+"""Scaled products: matrices of float8 with scales, which ranks multiply as `mm` does.
+
+`torch._scaled_mm`, and `torch.nn.functional.scaled_mm` (`_scaled_mm_v2`), with lists of scales.
 
 in:  the operands of one, and how they lie
 out: why each rank's product isn't a part or a term of the whole one, though the matrices' would be; "" if it is
@@ -22,7 +24,7 @@ from tpplan.compat.schemas import OpOverload, schema_defaults
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, layout_of, sharded
 
 BIAS = 4
-"""Its place among the arguments."""
+"""From where on it is among the arguments."""
 _ELSEWHERE = "needs values that other ranks hold"
 
 
@@ -36,6 +38,8 @@ def misfit(target: OpOverload, arguments: Sequence[Any], keywords: Mapping[str, 
     names = [name for name, _ in schema_defaults(target)]
     given = dict(zip(names, arguments, strict=False)) | dict(keywords)
     one, other, bias = given["self"], given["mat2"], given.get("bias")
+    if given.get("contraction_dim") or any((*given.get("swizzle_a", ()), *given.get("swizzle_b", ()))):
+        return "has scales in an order of their own, or says which dims it sums, for which there is no rule"
     reason = _of_scales(one, given["scale_a"]) or _of_scales(other, given["scale_b"])
     split = _lies(other).dim
     if split == 0 and (given.get("out_dtype") or one.dtype).itemsize == 1:
@@ -45,8 +49,10 @@ def misfit(target: OpOverload, arguments: Sequence[Any], keywords: Mapping[str, 
     return reason
 
 
-def _of_scales(factor: OperatorMeta, scales: OperatorMeta) -> str:
+def _of_scales(factor: OperatorMeta, scales: OperatorMeta | Sequence[OperatorMeta]) -> str:
     """Why scales aren't those of a rank's part of a matrix: one for all, or one for each row or column."""
+    if not isinstance(scales, OperatorMeta):
+        return next((reason for held in scales if (reason := _of_scales(factor, held))), "")
     expected, dim = REPLICATED, _lies(factor).dim
     if dim is not None and math.prod(scales.shape) != 1:
         if len(scales.shape) != 2 or scales.shape[dim] not in (1, factor.shape[dim]):
