@@ -180,6 +180,20 @@ class Experts8(Quantised):
         return made.mean(0).view(*x.shape[:2], -1)
 
 
+class Experts4(Int4):
+    """Stacked int4 experts, whose sum is the result."""
+
+    def __init__(self, inputs: int, outputs: int, experts: int = 4) -> None:
+        super().__init__(inputs, outputs, zeros=False)
+        del self.codes, self.scales
+        shape = (experts, outputs, inputs // self.group)
+        self.store(codes=bytes_of(experts, outputs, inputs // 2), scales=torch.rand(shape) / 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = nibbles(self.codes).to(x.dtype).unflatten(-1, (-1, self.group)) - 8
+        return torch.einsum("bsi,eoi->bso", x, (groups * self.scales[..., None]).flatten(2))
+
+
 class Gptq(Quantised):
     """Eight to an int32 along the inputs, whose groups `g_idx` names, in order of activations or not."""
 
@@ -317,6 +331,7 @@ EXACT: dict[str, Layer] = {
     "GPTQ": Gptq,
     "GPTQ, in order of activations": partial(Gptq, ordered=False),
     "int8 experts, stacked": Experts8,
+    "int4 experts, stacked": Experts4,
     "W8A8, static": partial(W8A8, by="static"),
     "float8 times float8, static": partial(Scaled8, by="static"),
     "`scaled_mm`, static": partial(Scaled8, by="static", listed=True),

@@ -247,6 +247,51 @@ def test_what_cant_be_followed_is_an_error(layer: Layer, style: str, code: str) 
     assert {found.code for found in caught.value.diagnostics} == {code}
 
 
+class Unlike(Quantised):
+    """Multiplies in another way than by one weight."""
+
+    def __init__(self, inputs: int, outputs: int, how: str) -> None:
+        super().__init__()
+        self.how, groups = how, how == "groups"
+        self.store(codes=int8(outputs, inputs), scales=torch.rand(outputs, inputs // 8 if groups else 1))
+        if how == "rotated":
+            self.register_buffer("rotation", torch.randn(8, 8))
+        if how == "kept":
+            self.kept = self.codes.float() * self.scales
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "groups":
+            codes = self.codes.to(x.dtype).unflatten(1, (-1, 8))
+            made = torch.einsum("bsgk,ogk->bsgo", x.unflatten(-1, (-1, 8)), codes)
+            return torch.einsum("bsgo,og->bso", made, self.scales)
+        weight = self.codes.to(x.dtype) * self.scales
+        if self.how == "picked":
+            large = (x.abs() > 2).flatten(0, 1).any(0).nonzero().flatten()
+            return x[..., large] @ weight[:, large].t()
+        if self.how == "rotated":
+            x = (x.unflatten(-1, (-1, 8)) @ self.rotation).flatten(-2)  # pyright: ignore
+        if self.how == "experts":
+            both = torch.cat((weight, weight))
+            return functional.linear(x, both).unflatten(-1, (2, -1)).sum(-2)
+        return functional.linear(x, self.kept if self.how == "kept" else weight)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("groups", "a product for each group or head(.|\n)*repeat_interleave"),
+        ("picked", "both factors of a product follow from its input(.|\n)*torch.where"),
+        ("rotated", "several matrices, 8 by 8, 64 by 32(.|\n)*a layer of its own"),
+        ("experts", "hasn't the features that its product makes, 128 by 32(.|\n)*bmm"),
+        ("kept", "doesn't make of its parameters and buffers(.|\n)*register_buffer"),
+    ],
+)
+def test_what_keeps_a_body_from_being_a_layers_is_told(how: str, told: str) -> None:
+    plan = {"version": 1, "modules": {"up": "colwise"}}
+    with pytest.raises(CompileError, match=f"TP101.*`up` is an `Unlike`: .*{told}"):
+        tpplan.compile_plan(Mlp(partial(Unlike, how=how)), plan, 2, calls())
+
+
 def test_flat_numbers_are_split_by_rows() -> None:
     plan = {"version": 1, "modules": {"up": "colwise"}}
     report = tpplan.verify(Mlp(Nf4), plan, 4, calls())

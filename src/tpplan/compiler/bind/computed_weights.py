@@ -27,7 +27,7 @@ from tpplan.compiler.bind.misfits import is_coded
 from tpplan.compiler.bind.products import Dims, find_use, moved
 from tpplan.compiler.bind.readers import Readers
 from tpplan.compiler.ir.trace import Frame, Operation
-from tpplan.ops.dim_map import dim_of
+from tpplan.ops.dim_map import dim_of, dims_of
 from tpplan.ops.registry import first_factor, lookup
 from tpplan.plan import Style
 
@@ -166,6 +166,10 @@ def _before(readers: Readers, operation: Operation, made: int, dims: Dims) -> It
             into = tuple(kept if len(before) == len(after) else kept[:along] + kept[along + 1 :])
         elif operation.is_a("reshape"):
             into = _reshaped(before, after)
+        elif operation.is_a("sum", "mean"):
+            summed = dims_of(operation.target, operation.arguments, len(before))
+            kept = [d for d in range(len(before)) if d not in summed or len(after) == len(before)]
+            into = tuple(None if d in summed else kept.index(d) for d in range(len(before)))
         elif place > 0 and operation.is_a("pick", "row look-up", "take") and len(before) <= len(after):
             first = _first_picked(operation)  # the numbers that say which
             into = tuple(range(first, first + len(before)))

@@ -25,7 +25,8 @@ from tpplan.compiler.bind.linear import Addend, Product, linear_form
 from tpplan.compiler.bind.products import find_buffer_use, find_use, moved
 from tpplan.compiler.bind.readers import Readers
 from tpplan.compiler.ir.assembly import assemblies_of
-from tpplan.compiler.ir.trace import Frame, Operation, Value
+from tpplan.compiler.ir.trace import Frame, Location, Operation, Value
+from tpplan.ops.registry import lookup
 from tpplan.plan import Style
 
 _DEEPEST = 12
@@ -135,6 +136,50 @@ def _is_layer(readers: Readers, frame: Frame, passed: frozenset[int]) -> bool:
     return inputs in given and outputs in made
 
 
+def why_no_layer(readers: Readers, frame: Frame) -> tuple[str, str, Location | None] | None:
+    """Why a body isn't one layer's; what to do instead; and at which line."""
+    values, passed, found = readers.trace.values, readers.trace.given, dict[str, Operation]()
+    outputs = 0
+    for operation in (node for node in _products(frame) if not passed.isdisjoint(node.inputs)):
+        factors = [i for i in operation.inputs if i not in passed]
+        if not factors:
+            what = "both factors of a product follow from its input, as where that tells which columns are multiplied"
+            return what, "multiply the whole weight by `torch.where(large, x, 0)`", operation.location
+        if not any(_is_own(readers, frame, i) for i in factors):
+            what = "it multiplies by what it doesn't make of its parameters and buffers, such as a kept tensor"
+            return what, "make the weight in each forward, or register it by `register_buffer`", operation.location
+        if any(len(values[i].shape) == 3 and values[i].shape[0] > 1 for i in factors):
+            what = "it makes a product for each group or head of its input"
+            way_out = "scale the weight before a single product, as by `scales.repeat_interleave(group, 1)`"
+            return what, way_out, operation.location
+        sizes = next(_sizes(values, operation, [find_use(readers, i) for i in factors]), values[factors[0]].shape)
+        outputs = sizes[0]
+        found.setdefault(" by ".join(map(str, sizes)), operation)
+    shapes, line = ", ".join(found), next((operation.location for operation in found.values()), None)
+    if len(found) > 1:
+        way_out = "make each product a layer of its own, as that which rotates its input or adds a low-rank matrix"
+        return f"it multiplies by several matrices, {shapes}", way_out, line
+    if found and frame.exits and outputs not in values[frame.exits[0].source].shape:
+        way_out = "multiply stacked matrices by `torch.bmm`, or add them up first"
+        return f"its result hasn't the features that its product makes, {shapes}", way_out, line
+    for kernel in _readers_of_both(readers, frame):
+        return f"{kernel.name} has no rule that says how it is split", "multiply by matrix products", kernel.location
+    return None
+
+
+def _readers_of_both(readers: Readers, frame: Frame) -> Iterator[Operation]:
+    """The operations without a row in the registry that read what the body is passed, and what is stored for it."""
+    for node in frame.body:
+        if isinstance(node, Operation) and lookup(node.name) is None:
+            given = [i in readers.trace.given for i in node.inputs]
+            if any(given) and any(_is_own(readers, frame, i) for i in node.inputs):
+                yield node
+
+
+def _is_own(readers: Readers, frame: Frame, value: int) -> bool:
+    return any(name.startswith(f"{frame.module}.") for name, _ in parts_of(readers, value))
+
+
 def _sizes(
     values: Sequence[Value], operation: Operation, uses: Iterable[Product | Addend | None]
 ) -> Iterator[tuple[int, int]]:
@@ -169,4 +214,4 @@ def _is_plain(frame: Frame) -> bool:
     return len(frame.entries) == 1 and len(frame.exits) == 1 and not frame.exits[0].path
 
 
-__all__ = ["computed_by_layers", "computed_in_bodies", "members_of"]
+__all__ = ["computed_by_layers", "computed_in_bodies", "members_of", "why_no_layer"]

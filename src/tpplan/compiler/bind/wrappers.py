@@ -22,12 +22,12 @@ from torch import nn
 
 from tpplan.compat.modules import named_modules
 from tpplan.compiler.bind.bind import Binding, Bound, bind_parameters, once
-from tpplan.compiler.bind.in_bodies import computed_in_bodies, members_of
+from tpplan.compiler.bind.in_bodies import computed_in_bodies, members_of, why_no_layer
 from tpplan.compiler.bind.linear import linear_form
 from tpplan.compiler.bind.misfits import may_wrap
 from tpplan.compiler.bind.readers import Readers
 from tpplan.compiler.ir.dataflow import DataFlow
-from tpplan.compiler.ir.trace import Frame, Operation
+from tpplan.compiler.ir.trace import Frame, Operation, quoted
 from tpplan.plan import Diagnostic, Style
 
 _SAME = ("cast", "alias", "copy", "detach", "arithmetic", "dropout", "reshape", "choice of two")
@@ -100,7 +100,8 @@ def unwrap(
         if known is None and is_layer and rule_on.style is not Style.VOCAB:
             styles = members_of(readers, wrapper, computed[wrapper], rule_on.style)
         if not styles:
-            findings.append(problem)
+            inside = any(linear_form(inner) is not None for inner in subject.modules[wrapper].modules())
+            findings.append(problem if inside else _with_reason(problem, readers, subject.frames.get(wrapper)))
             continue
         bound[wrapper] = replace(rule_on, style=Style.NONE, walked=True)
         for name, style in styles.items():
@@ -108,6 +109,16 @@ def unwrap(
                 bound[name] = _member(name, style, rule_on, subject.modules)
                 members[name] = style
     return bind_parameters(model, bound)[0], once(findings), members
+
+
+def _with_reason(problem: Diagnostic, readers: Readers, frame: Frame | None) -> Diagnostic:
+    """TP101 with what keeps the body from being a layer's."""
+    told = None if frame is None else why_no_layer(readers, frame)
+    if told is None:
+        return problem
+    what, way_out, line = told
+    notes = (f"in {quoted(frame.module)}, at {line}",) if frame is not None and line is not None else ()
+    return replace(problem, message=f"{problem.message}: {what}", help=f"{way_out}; or {problem.help}", notes=notes)
 
 
 def bases_among(model: nn.Module, wrappers: Iterable[str], members: Members) -> Members:
