@@ -110,6 +110,20 @@ class Mxfp4(Quantised):
         return torch.ldexp(numbers, (self.scales.int() - 127)[..., None]).flatten(1)
 
 
+class Nvfp4(Mxfp4):
+    """With scales in float8 and one for all."""
+
+    def __init__(self, inputs: int, outputs: int, group: int = 8) -> None:
+        super().__init__(inputs, outputs, group)
+        del self.scales
+        scales = torch.rand(outputs, inputs // group).to(torch.float8_e4m3fn)
+        self.store(scales=scales, input_scale=torch.tensor(0.3))
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        scales = self.scales.to(dtype) * self.input_scale
+        return (self.table[nibbles(self.blocks).long()].to(dtype) * scales[..., None]).flatten(1)
+
+
 class Float8(Quantised):
     """Scales by `rows`, `one`, `blocks` of 8 by 8, or exponents alone (`e8m0`) by groups of 8 inputs."""
 
@@ -323,6 +337,7 @@ EXACT: dict[str, Layer] = {
     "signs and a scale": Signs,
     "int4 in groups, symmetric": partial(Int4, zeros=False),
     "MXFP4": Mxfp4,
+    "NVFP4": Nvfp4,
     "float8, a scale by output": Float8,
     "float8, one scale": partial(Float8, by="one"),
     "float8 in blocks": partial(Float8, by="blocks"),
