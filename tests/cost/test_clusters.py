@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from pathlib import Path
 
 import pytest
 
+from tpplan.cli.main import main
 from tpplan.cost.cluster import built_in, cluster_of
 from tpplan.cost.cost_errors import CostError
 from tpplan.plan import PlanError
@@ -49,7 +51,14 @@ def test_a_file_says_what_differs(tmp_path: Path) -> None:
         ("latency: 3\n", "`latency` has to be a mapping", ":1:10"),
         ("latency:\n  all-reduce: [1e-6, 2e-6]\n", "`all-reduce` has to be a list of three numbers", ":2:15"),
         ("- h100\n", "a topology has to be a mapping", ":1:1"),
-        ("", "a topology has to be a mapping", ""),
+        ("", "a topology has to be a mapping", ":1:1"),
+        ("# none\n", "a topology has to be a mapping", ":1:1"),
+        ("like:\n", "`like` has to be a GPU's name, and is nothing", ":2:1"),
+        ("like: {a100: 1}\n", "`like` has to be a GPU's name, and is a mapping", ":1:7"),
+        ("title: [ours]\n", "`title` has to be a text, and is a list", ":1:8"),
+        ("flops:\n  fp8: -1\n", "`fp8` has to be FLOPs a second, and is the number -1", ":2:8"),
+        ("like: [h100\n", "expected ',' or ']'", ":2:1"),
+        ("like: h100\nlike: a100\n", "`like` appears twice", ":2:1"),
     ],
 )
 def test_a_mistake_in_a_file_is_told_with_its_place(tmp_path: Path, text: str, message: str, place: str) -> None:
@@ -62,12 +71,34 @@ def test_a_mistake_in_a_file_is_told_with_its_place(tmp_path: Path, text: str, m
     assert str(found.span or "").endswith(place)
 
 
-def test_bad_yaml_is_told_as_of_a_plan(tmp_path: Path) -> None:
+def test_mistakes_are_told_together_and_with_their_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ours.yaml"
-    path.write_text("like: [h100\n", encoding="utf-8")
-    with pytest.raises(PlanError) as caught:
-        cluster_of(path)
-    assert caught.value.code == "TP001"
+    path.write_text("memory: 80GiB\nnetwork: 100 Gb/s\nkernel: 2 us\nlike: h1000\n", encoding="utf-8")
+    assert main(["advise", "--model", "hf:llama", "--gpus", "2", "--topology", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert "Found 4 errors" in told and all(f"ours.yaml:{line}:" in told for line in range(1, 5))
+    assert all(f"write {unit}, such as `" in told for unit in ("bytes", "bytes a second", "seconds"))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("", "is a folder, not a topology file"),
+        ("x" * 300 + ".yaml", "can't be read: File name too long"),
+        ("closed.yaml", "can't be read: Permission denied"),
+        ("none.yaml", "there is no topology file"),
+    ],
+)
+def test_what_is_no_file_to_read_is_told(tmp_path: Path, name: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    if name == "closed.yaml":  # root may read everything
+        (tmp_path / name).touch()
+        monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(CostError, match=told) as caught:
+        cluster_of(tmp_path / name)
+    assert caught.value.code == "TP220"
 
 
 def test_an_unknown_gpu_is_told_with_those_that_are_known() -> None:

@@ -14,7 +14,7 @@ FAILED: Final = 2
 INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
 
-_NOT_EVEN_READ: Final = frozenset({"TP019", "TP122", "TP194", "TP199", "TP220", "TP230", "TP231"})
+_NOT_EVEN_READ: Final = frozenset({"TP019", "TP122", "TP194", "TP199", "TP220", "TP221", "TP230", "TP231"})
 
 
 class UsageError(Exception):

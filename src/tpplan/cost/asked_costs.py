@@ -22,7 +22,7 @@ TOPOLOGY = ArgumentKind(
 MEMORY = ArgumentKind(
     lambda held: held is None or isinstance(held, str) or SIZE.fits(held), "bytes, a text such as `70GiB`, or None"
 )
-_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_UNITS = {"": 1, "B": 1} | {f"{p}{u}": b**n for u, b in (("iB", 2**10), ("B", 10**3)) for n, p in enumerate("KMGT", 1)}
 
 
 def asked_cluster(
@@ -57,9 +57,10 @@ def bytes_of(size: int | str) -> int:
         text = size.strip().replace(" ", "")
         found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]*)", text)
         number, unit = (float(found[1]), found[2]) if found else (0.0, "")
-    if number <= 0 or unit not in _UNITS:
+    count = int(number * _UNITS.get(unit, 0))
+    if count <= 0:
         raise ArgumentError(f"{size!r} isn't a size: write bytes, or a number with a unit, such as 70GiB")
-    return int(number * _UNITS[unit])
+    return count
 
 
 __all__ = ["CHECKPOINTING", "MEMORY", "TOPOLOGY", "asked_cluster", "bytes_of"]

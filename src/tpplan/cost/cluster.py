@@ -28,6 +28,7 @@ from typing import Any
 from tpplan.cost.cost_errors import CostError, unknown
 from tpplan.plan import PlanError
 from tpplan.plan.nodes import ListNode, MapNode, Node, ScalarNode, describe
+from tpplan.plan.positions import Span
 from tpplan.plan.problems import Problems, Stop
 from tpplan.plan.yaml_source import MAX_BYTES, compose, decode
 
@@ -109,23 +110,39 @@ def cluster_of(source: str | os.PathLike[str] | Cluster) -> Cluster:
     text = os.fspath(source)
     if text in built_in():
         return _made(text, {})
-    path = Path(text)
-    if not path.is_file() and (len(path.parts) > 1 or path.suffix):
-        raise CostError.of("TP220", f"there is no topology file `{text}`", help="name a YAML file, or a GPU by `gpu`")
-    if not path.is_file():
-        raise unknown("GPU", text, built_in(), "or give the YAML file of a topology")
-    problems = Problems()
+    data, problems = _file(text), Problems()
     made: Cluster | None = None
     try:
-        with path.open("rb") as stream:
-            data = stream.read(MAX_BYTES + 1)
         source_text = decode(data, text, problems)
-        made = _read(compose(source_text, data.decode("utf-8-sig"), problems), path, problems)
+        root = compose(source_text, data.decode("utf-8-sig"), problems)
+        made = _read(root or source_text.span(0, 0), Path(text), problems)
     except Stop:
         pass
     if problems.failed or made is None:
-        raise PlanError(problems.diagnostics)
+        raise PlanError(replace(found, code="TP221") for found in problems.diagnostics)
     return made
+
+
+def _file(text: str) -> bytes:
+    path = Path(text)
+    try:
+        if path.is_dir():
+            raise _unreadable(f"`{text}` is a folder, not a topology file", "name a YAML file in it")
+        if path.is_file():
+            with path.open("rb") as stream:
+                return stream.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise _unreadable(
+            f"the topology file `{text}` can't be read: {why}", "check its name and permissions"
+        ) from None
+    if len(path.parts) > 1 or path.suffix:
+        raise _unreadable(f"there is no topology file `{text}`", "name a YAML file, or a GPU by `gpu`")
+    raise unknown("GPU", text, built_in(), "or give the YAML file of a topology")
+
+
+def _unreadable(message: str, way_out: str) -> CostError:
+    return CostError.of("TP220", message, help=way_out)
 
 
 @cache
@@ -163,10 +180,15 @@ _SHARES = {
     "sustained",
     "usable",
 }
+_UNITS = {
+    "bytes": ("memory",),
+    "bytes a second": ("memory_bandwidth", "link", "network"),
+    "seconds": ("network_latency", "product_start", "kernel", "launch"),
+}
 _KEYS = ("like", "title", *sorted(_NUMBERS), "flops", "latency", "efficiency")
 
 
-def _read(root: Node | None, path: Path, problems: Problems) -> Cluster | None:
+def _read(root: Node | Span, path: Path, problems: Problems) -> Cluster | None:
     if not isinstance(root, MapNode):
         raise problems.stop("TP221", "a topology has to be a mapping", root, help="begin with `like: h100`")
     base, changes = "h100", dict[str, Any]()
@@ -176,10 +198,17 @@ def _read(root: Node | None, path: Path, problems: Problems) -> Cluster | None:
         elif key.text == "like":
             base = value.text if isinstance(value, ScalarNode) else ""
             if base not in built_in():
-                _wrong(problems, value, f"`{base}` isn't built in", f"built in are {', '.join(built_in())}")
+                told = (
+                    f"`{base}` isn't built in" if base else f"`like` has to be a GPU's name, and is {describe(value)}"
+                )
+                _wrong(problems, value, told, f"built in are {', '.join(built_in())}")
                 base = "h100"
         elif key.text == "title":
             changes["title"] = value.text if isinstance(value, ScalarNode) else ""
+            if not changes["title"]:
+                _wrong(
+                    problems, value, f"`title` has to be a text, and is {describe(value)}", "write `title: our nodes`"
+                )
         elif key.text in _NUMBERS:
             changes[key.text] = _number(key.text, value, problems)
         else:
@@ -194,9 +223,11 @@ def _number(name: str, node: Node, problems: Problems) -> float | int:
     number = _positive(node)
     least = "a share between 0 and 1" if name in _SHARES else f"a {'whole ' * (name in _WHOLE)}number above 0"
     if number <= 0 or (name in _SHARES and number > 1) or (name in _WHOLE and number % 1):
+        unit = next((f"{unit}, such as " for unit, names in _UNITS.items() if name in names), "")
         _wrong(
-            problems, node, f"`{name}` has to be {least}, and is {describe(node)}", f"write `{name}: {_example(name)}`"
-        )
+            problems, node, f"`{name}` has to be {least}, and is {describe(node)}",
+            f"write {unit}`{name}: {_example(name)}`",
+        )  # fmt: skip
         return 1
     return int(number) if name in _WHOLE else float(number)
 
@@ -216,8 +247,9 @@ def _table(name: str, node: Node, problems: Problems) -> dict[str, Any]:
         if key.text not in known:
             _wrong(problems, key, f"`{key.text}` isn't a key of `{name}`", f"its keys are {', '.join(known)}")
         elif name == "flops":
-            found[key.text] = _number(f"flops.{key.text}", value, problems) if _positive(value) else _wrong(
-                problems, value, f"`{key.text}` has to be FLOPs a second", "write `bfloat16: 989e12`"
+            found[key.text] = float(_positive(value)) or _wrong(
+                problems, value, f"`{key.text}` has to be FLOPs a second, and is {describe(value)}",
+                "write `bfloat16: 989e12`",
             )  # fmt: skip
         else:
             items = [_positive(item) for item in value.items] if isinstance(value, ListNode) else []
@@ -237,7 +269,7 @@ def _positive(node: Node) -> float:
     return number if 0 < number < math.inf else 0
 
 
-def _wrong(problems: Problems, node: Node, message: str, way_out: str) -> None:
+def _wrong(problems: Problems, node: Node | Span, message: str, way_out: str) -> None:
     problems.add("TP221", message, node, help=way_out)
 
 
