@@ -153,6 +153,13 @@ def test_the_diagram_is_xml_and_as_wide_as_a_phone(program: Program) -> None:
     )
 
 
+def test_numbers_are_of_what_they_are_said_to_be_of() -> None:
+    shared = replace(COST, dp=4, fsdp=True)
+    text = unescape(re.sub("<.*?>", " ", html_page(TOY, shared, H100, PLAN)))
+    assert "each rank sends in a step over tp" in text and "collectives in a step over tp" in text
+    assert "adamw, checkpointing none, fsdp 4:" in text
+
+
 def test_a_rank_s_shapes_stand_beside_whole_ones() -> None:
     text = unescape(re.sub("<.*?>", " ", html_page(TOY, COST, H100, PLAN)))
     gathered = next(r for _, r in TOY.reshards() if str(r.forward) == "all-gather" and r.source == sharded(1))
@@ -209,6 +216,8 @@ def test_in_a_browser_it_loads_tells_sorts_and_filters(browser, width: int, sche
     page.on("request", lambda request: asked.append(request.url))
     page.goto(path.as_uri())
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    cue = page.evaluate("getComputedStyle(document.querySelector('.wide')).backgroundAttachment").split(", ")
+    assert cue[:4] == ["local", "local", "scroll", "scroll"]  # a shade at an edge beyond which there are columns
     told, rows = page.locator("#told"), page.locator("#reshards tbody tr:visible")
 
     page.locator("svg.tp g[data-to]").nth(1).click()

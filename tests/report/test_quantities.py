@@ -30,7 +30,7 @@ def test_shapes_counts_and_places() -> None:
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", None])
 def test_a_narrow_encoding_gets_the_same_columns(encoding: str | None) -> None:
-    text = render_program(toy_program())
+    text = render_program(toy_program()) + "−3 µs"
     narrow = encodable(text, encoding)
     assert narrow.isascii() and "R.dP" in narrow
     assert [len(line) for line in narrow.splitlines()] == [len(line) for line in text.splitlines()]

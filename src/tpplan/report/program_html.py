@@ -91,8 +91,9 @@ class _Page:
         """The numbers that decide."""
         sent = [c.count * cost.bytes for c in self.picture.crossings() for cost in c.passes]
         sums = gradient_sum_traffic(self.program).total
-        yield html_card("each rank sends in a step", bytes_text(sum(sent) + sums))
-        yield html_card("collectives in a step", f"{sum(self.program.count_collectives().values()):,}")
+        axis = f"a step over {self.program.axis}"
+        yield html_card(f"each rank sends in {axis}", bytes_text(sum(sent) + sums))
+        yield html_card(f"collectives in {axis}", f"{sum(self.program.count_collectives().values()):,}")
         cost = self.cost
         if cost is not None:
             fits = "of" if cost.fits else "does not fit in"
@@ -121,9 +122,8 @@ class _Page:
         )
         free = self.cost.available - self.cost.memory.total
         left = f"{bytes_text(free)} are free" if free >= 0 else f"{bytes_text(-free)} too much"
-        told = (
-            f"{escape(self.cost.optimizer)}, checkpointing {escape(self.cost.checkpointing)}, dp {self.cost.dp}: {left}"
-        )
+        around = f"checkpointing {escape(self.cost.checkpointing)}, {'fsdp' if self.cost.fsdp else 'dp'} {self.cost.dp}"
+        told = f"{escape(self.cost.optimizer)}, {around}: {left}"
         thin = f'<div class="bar thin"><span style="width:{share:.3f}%;background:var(--accent)"></span></div>'
         head = f"<h2>Memory of a rank: {bytes_text(whole)} of {bytes_text(self.cost.available)}</h2>"
         return f'{head}<div class="bar">{bar}</div>{thin}<ul class="key">{key}</ul><p>{told}.</p>'

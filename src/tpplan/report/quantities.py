@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 NOTHING = "–"
-_ASCII = str.maketrans("→─×–·∂…", ">-x-.d~")
+_ASCII = str.maketrans("→─×–−·∂…µ", ">-x--.d~u")
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
