@@ -22,12 +22,13 @@ import torch
 from torch import nn
 
 import tpplan
-from tests.cost import mlp_table, scaling_plot
+from tests.cost import mlp_table
 from tpplan.bench.environment import describe_environment
 from tpplan.cost.asked_costs import CHECKPOINTING
 from tpplan.cost.cluster import cluster_of
 from tpplan.cost.link_times import Group
 from tpplan.cost.traffic import module_traffic
+from tpplan.report.shares_plot import shares_svg
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, PLOT, ROWS = DOCS / "scaling.md", DOCS / "scaling.svg", DOCS / "scaling.json"
@@ -231,7 +232,7 @@ def plot(rows: list[ScaledRow]) -> str:
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in [row for row in rows if not row.refused]:
         lines.setdefault(f"{row.model}, hidden {HIDDEN[row.model]}", []).append((row.tp, row.exposed / row.compute))
-    return scaling_plot.svg(lines)
+    return shares_svg(lines)
 
 
 def _degrees(rows: list[ScaledRow]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import re
+import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +24,8 @@ from tpplan.cost.estimates import MemoryEstimate
 from tpplan.cost.link_times import Group, collective_seconds
 from tpplan.cost.other_degrees import Microbatch, degrees_text, other_degrees, other_step, ways_of
 from tpplan.forecast.degrees import _Choices
+from tpplan.report.estimate_tables import advice_markdown
+from tpplan.report.shares_plot import advice_svg
 
 transformers = pytest.importorskip("transformers")
 FIELDS: dict[str, Any] = {
@@ -37,6 +41,7 @@ def llama(**fields: Any) -> nn.Module:
 
 
 STEPS: list[str] = []
+MEMORY: dict[str, Any] = {"target_memory": "9KiB"}
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +75,30 @@ def test_more_tokens_than_the_model_has_positions_for_are_warned_of() -> None:
     advice = tpplan.advise(llama(), gpus=1, batch=1, sequence=128)
     assert advice[0].reason.endswith(f"no parallelism; warning: {told}")
     assert told in advice.guesses and told in advice.summary
+
+
+def test_what_is_not_used_is_no_guess() -> None:
+    x = torch.zeros(2, 64)
+    told = [tpplan.advise(nn.Sequential(nn.Linear(64, 64)), 1, inputs={"input": x}, **more) for more in ({}, MEMORY)]
+    assert ["ModuleList" in " ".join(advice.guesses) for advice in told] == [False, True]  # checkpoints, where it fits
+
+
+def test_a_plot_has_a_line_for_each_kind_of_parallelism(small: tpplan.Advice) -> None:
+    root = ElementTree.fromstring(advice_svg(replace(small, model="<A>")))
+    texts = [node.text or "" for node in root.iter() if node.tag.endswith("text")]
+    assert texts[0].endswith(": <A> on 2 h100, 2 × 32") and texts[-2:] == ["tensor parallel", "and sequence parallel"]
+    lines = [node.attrib["points"].split() for node in root.iter() if node.tag.endswith("polyline")]
+    heights = {point.partition(",")[2] for line in lines for point in line[:1]}
+    assert [len(line) for line in lines] == [2, 2] and heights == {"320.0"}  # nothing is sent at tp 1
+    alone = advice_svg(replace(small, rows=tuple(row for row in small if row.tp == 1)))
+    assert alone.count("<circle") == 1 and "polyline" not in advice_svg(replace(small, rows=()))
+
+
+def test_a_reason_is_one_cell_of_a_table(small: tpplan.Advice) -> None:
+    rows = tuple(replace(row, reason="`q|k|v`\nof the model") for row in small)
+    lines = advice_markdown(replace(small, rows=rows)).splitlines()
+    assert "| **`q\\|k\\|v` of the model** |" in lines[2]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines[: 2 + len(rows)]} == {11}
 
 
 def test_a_model_that_fits_one_gpu_is_told_to_use_data_parallelism(small: tpplan.Advice) -> None:
@@ -132,6 +161,19 @@ def test_generation_has_a_cache_and_no_gradients() -> None:
 def test_a_model_without_a_plan_gets_one() -> None:
     advice = tpplan.advise(Mlp(), gpus=2, batch=2, sequence=16, inputs={"x": torch.zeros(2, 16, 64)})
     assert [row.tp for row in advice if row.fits] == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("task", ["ImageClassification", "MaskedImageModeling"])
+def test_a_model_with_another_head_than_the_shipped_plan_is_for_gets_one(task: str) -> None:
+    config = transformers.ViTConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, image_size=32, patch_size=8,
+        encoder_stride=8,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = getattr(transformers, f"ViTFor{task}")(config)
+    advice = tpplan.advise(model, gpus=2)
+    assert all(row.fits for row in advice if not row.sequence_parallel), [row.reason for row in advice]
+    assert advice.recommended is not None and advice.recommended.tp == 1 == advice.smallest
 
 
 @pytest.mark.slow
@@ -339,7 +381,8 @@ def test_the_command_takes_the_size_of_the_inputs_that_a_model_has(capsys: pytes
     text = " ".join(capsys.readouterr().out.split())
     assert "3 × 24 tokens" in text and "a rank lacks 0.0 GiB" not in text
     assert main(["advise", "--model", f"{__name__}:mlp_of_three", "--gpus", "1", "--batch", "4"]) == 2
-    assert "batch=3, sequence=24" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert told.startswith("tpplan advise: `inputs`") and "batch=3, sequence=24" in told and "bug" not in told
 
 
 COMMAND = ["advise", "--model", "hf:llama", "--gpus", "2", "--seq", "32", "--set", "dtype=bfloat16"]
@@ -370,8 +413,9 @@ def test_the_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_command_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(of_small("--gpu", "h1000")) == 2
     assert "TP220" in capsys.readouterr().err
-    assert main(of_small("--target-memory", "much")) == 2
-    assert "--target-memory" in capsys.readouterr().err
+    for size in ("much", "0.5B", "70G"):
+        assert main(of_small("--target-memory", size)) == 2
+        assert f"--target-memory: {size!r} isn't a size" in capsys.readouterr().err
 
 
 @pytest.mark.slow

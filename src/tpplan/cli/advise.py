@@ -18,6 +18,7 @@ _EXAMPLES = """\
   tpplan advise --model Llama-3.1-70B --gpus 64 --gpu h200 --seq 8192
   tpplan advise --model Llama-3.1-70B --gpus 8 --inference --seq 8192 --batch 4
   tpplan advise --model Llama-3.1-8B --gpus 8 --target-memory 70GiB --format markdown
+  tpplan advise --model Llama-3.1-8B --gpus 8 --format svg > shares.svg
 """
 
 
@@ -51,8 +52,8 @@ def register(subparsers: Subparsers) -> None:
         help="override a field of the model's config; may be given again",
     )  # fmt: skip
     parser.add_argument(
-        "--format", choices=("rich", "json", "markdown"), default="rich", metavar="rich|json|markdown",
-        help="how the table is written (default: rich)",
+        "--format", choices=("rich", "json", "markdown", "svg"), default="rich", metavar="rich|json|markdown|svg",
+        help="how the table is written; svg plots communication against kernels by degree (default: rich)",
     )  # fmt: skip
     parser.set_defaults(run=run)
 
@@ -70,17 +71,23 @@ def run(arguments: argparse.Namespace) -> int:
     with doing("building the model"):
         model, inputs = load_model(arguments.model, dict(arguments.overrides))
     from tpplan.forecast.degrees import advise
+    from tpplan.plan import ArgumentError
     from tpplan.report.estimate_tables import advice_markdown, render_advice
+    from tpplan.report.shares_plot import advice_svg
 
-    advice = advise(
-        model, arguments.gpus, batch=arguments.batch, sequence=arguments.sequence,
-        inference=arguments.inference, target_memory=target, optimizer=arguments.optimizer, topology=cluster,
-        inputs=inputs,
-    )  # fmt: skip
+    try:
+        advice = advise(
+            model, arguments.gpus, batch=arguments.batch, sequence=arguments.sequence,
+            inference=arguments.inference, target_memory=target, optimizer=arguments.optimizer, topology=cluster,
+            inputs=inputs,
+        )  # fmt: skip
+    except ArgumentError as error:  # of a size that the model's own inputs aren't of
+        raise UsageError(str(error).removeprefix("advise: ")) from None
     print_table(
         arguments.format,
         json=advice.to_json,
         markdown=lambda: advice_markdown(advice),
+        svg=lambda: advice_svg(advice),
         rich=lambda width, color: render_advice(advice, width, color),
     )
     return CLEAN

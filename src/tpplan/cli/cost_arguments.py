@@ -91,17 +91,12 @@ def print_cost(cost: Estimate, assumptions: bool) -> None:
     print("\n" + encodable(text, sys.stdout.encoding))
 
 
-def print_table(
-    chosen: str, json: Callable[[], str], markdown: Callable[[], str], rich: Callable[[int, bool], str]
-) -> None:
+def print_table(chosen: str, rich: Callable[[int, bool], str], **others: Callable[[], str]) -> None:
     """Print a table in the format that was chosen; for a terminal by its width, and whether it has colors."""
     from tpplan.report.diagnostics import wants_color
     from tpplan.report.quantities import encodable
 
-    if chosen == "rich":
-        text = rich(terminal_width(), wants_color(sys.stdout))
-    else:
-        text = {"json": json, "markdown": markdown}[chosen]()
+    text = rich(terminal_width(), wants_color(sys.stdout)) if chosen == "rich" else others[chosen]()
     print(encodable(text, sys.stdout.encoding))
 
 

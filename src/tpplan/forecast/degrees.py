@@ -159,7 +159,16 @@ class _AdvisedModel:
         Raises:
             CompileError: there is none.
         """
-        plan = self._plan(sequence_parallel)
+        shipped = self._plan(sequence_parallel)
+        if shipped is not None:
+            try:
+                return self._program(shipped, tp, sequence_parallel)
+            except CompileError as error:
+                if all(found.code != "TP012" for found in error.diagnostics):
+                    raise
+        return self._program(None, tp, sequence_parallel)  # none ships, or for another of the architecture's models
+
+    def _program(self, plan: Plan | None, tp: int, sequence_parallel: bool) -> Program:
         inner = served(self.model, plan, tp, self.inputs, batch=self.batch, sequence=self.sequence)
         call = (inner.arguments, self._keywords(inner.model, inner.keywords))
         if plan is None and tp > 1:
@@ -267,9 +276,12 @@ class _Choices:
 
     def least(self, program: Program, dp: int, fsdp: bool) -> Estimate:
         """With the least checkpointing that fits; the most where none does."""
-        kinds = CHECKPOINTING[:1] if self.subject.inference else CHECKPOINTING
-        costs = [self.cost(program, dp, fsdp, kind) for kind in kinds]
-        return next((cost for cost in costs if self.fits(cost)), costs[-1])
+        *lighter, most = CHECKPOINTING[:1] if self.subject.inference else CHECKPOINTING
+        for kind in lighter:
+            cost = self.cost(program, dp, fsdp, kind)
+            if self.fits(cost):
+                return cost
+        return self.cost(program, dp, fsdp, most)
 
     def fits(self, cost: Estimate) -> bool:
         """Whether a rank's memory is enough."""

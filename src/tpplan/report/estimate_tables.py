@@ -45,7 +45,8 @@ def advice_markdown(advice: Advice) -> str:
     """The same as Markdown."""
     lines = [f"| {' | '.join(_HEADINGS[:-1])} | |", "|" + "---|" * len(_HEADINGS)]
     for row in advice:
-        cells = [f"**{cell}**" if row.recommended and cell else cell for cell in _cells(row)]
+        texts = [" ".join(cell.split()).replace("|", "\\|") for cell in _cells(row)]
+        cells = [f"**{text}**" if row.recommended and text else text for text in texts]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", *_sentences(advice)])
 
