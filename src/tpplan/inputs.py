@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -68,11 +68,22 @@ def _require_binding(model: nn.Module, call: Call) -> None:
 
 
 def with_labels(model: nn.Module, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """A call that was made up, with a label for each token of what the model predicts, if it takes labels."""
+    """A call that was made up, with a label for each token, if the model takes labels and predicts tokens."""
     tokens = keywords.get("decoder_input_ids", keywords.get("input_ids"))
     if tokens is None or "labels" not in inspect.signature(type(model).forward).parameters:
         return dict(keywords)
+    vocabulary: Callable[[], object] = getattr(model, "get_output_embeddings", lambda: model)
+    if vocabulary() is None:  # one label for a sequence, say
+        return dict(keywords)
     return {**keywords, "labels": tokens.clone()}
+
+
+def step_settings(model: nn.Module, inference: bool) -> dict[str, Any]:
+    """What a model of transformers is called with to tell a step, or a prompt before generation: without a cache."""
+    accepted = inspect.signature(type(model).forward).parameters
+    known = hasattr(getattr(model, "config", None), "to_dict")
+    asked = {"use_cache": False} | ({"logits_to_keep": 1} if inference else {})
+    return {name: held for name, held in asked.items() if known and name in accepted}
 
 
 _USUAL = 4096

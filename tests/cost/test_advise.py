@@ -163,17 +163,42 @@ def test_a_model_without_a_plan_gets_one() -> None:
     assert [row.tp for row in advice if row.fits] == [1, 1, 2, 2]
 
 
-@pytest.mark.parametrize("task", ["ImageClassification", "MaskedImageModeling"])
-def test_a_model_with_another_head_than_the_shipped_plan_is_for_gets_one(task: str) -> None:
-    config = transformers.ViTConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, image_size=32, patch_size=8,
-        encoder_stride=8,
-    )  # fmt: skip
+PICTURES: dict[str, Any] = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "image_size": 32,
+    "patch_size": 8, "encoder_stride": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("ViTForImageClassification", transformers.ViTConfig(**PICTURES)),
+        ("ViTForMaskedImageModeling", transformers.ViTConfig(**PICTURES)),
+        # One label for a sequence.
+        ("LlamaForSequenceClassification", transformers.LlamaConfig(**FIELDS, pad_token_id=0)),
+    ],
+)
+def test_a_model_with_another_head_than_the_shipped_plan_is_for_gets_one(name: str, config: Any) -> None:
     with torch.device("meta"):
-        model = getattr(transformers, f"ViTFor{task}")(config)
-    advice = tpplan.advise(model, gpus=2)
+        model = getattr(transformers, name)(config)
+    advice = tpplan.advise(model, gpus=2, sequence=32)
     assert all(row.fits for row in advice if not row.sequence_parallel), [row.reason for row in advice]
     assert advice.recommended is not None and advice.recommended.tp == 1 == advice.smallest
+
+
+def test_advise_and_explain_and_what_explain_wrote_tell_the_same(
+    small: tpplan.Advice, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model", f"{__name__}:llama", "--tp", "2", "--batch", "2", "--sequence", "32", "--gpu", "h100"]
+    assert main(["explain", "llama", *model, "--format", "json"]) == 0
+    text = capsys.readouterr().out
+    plain = json.loads(text)["estimate"]
+    row = next(row for row in json.loads(small.to_json())["rows"] if row["tp"] == 2)
+    assert plain["memory"] == row["memory"] and plain["step"] == row["step"]
+    path = tmp_path / "written.json"
+    path.write_text(text, encoding="utf-8")
+    assert main(["diff", "llama", str(path), *model, "--exit-code"]) == 0
+    assert "no change for LlamaForCausalLM on 2 ranks of h100, batch 2 × 32" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import pickle
 from typing import Any
@@ -18,6 +19,7 @@ from tpplan.cost.cluster import cluster_of
 from tpplan.cost.estimates import Estimate
 from tpplan.cost.kernel_times import known_dtype
 from tpplan.cost.state_memory import OPTIMIZERS
+from tpplan.forecast import measurement
 from tpplan.forecast.tally import Tally
 from tpplan.ops.flops import product_sizes
 
@@ -132,6 +134,49 @@ def test_other_sizes_are_those_of_a_program_that_was_compiled_for_them(
     assert stored == compiled and stored.digest == compiled.digest
     assert there == live == tpplan.estimate(stored, batch=batch, sequence=length)
     assert tpplan.estimate(pickle.loads(pickle.dumps(compiled)), batch=batch, sequence=length) == live
+
+
+def test_what_is_freed_after_a_step_is_no_temporary_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*arguments: Any, **options: Any) -> Any:
+        found = plain(*arguments, **options)
+        gc.collect()
+        return found
+
+    x = torch.zeros(2, 16, 64, dtype=torch.bfloat16)
+    early, late = (tpplan.compile_plan(Mlp().bfloat16(), {"version": 1, "modules": MODULES}, 2, x) for _ in range(2))
+    gc.disable()
+    try:
+        told = tpplan.estimate(early).memory
+    finally:
+        gc.enable()
+    plain = measurement._run
+    monkeypatch.setattr(measurement, "_run", run)
+    assert tpplan.estimate(late).memory == told
+
+
+class Turned(nn.Module):
+    """A batch of 1 lies in memory as if it were never turned, and isn't copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x.transpose(0, 1).contiguous())
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_stored_program_tells_its_own_size_as_it_was_measured(batch: int) -> None:
+    held = tpplan.compile_plan(Turned(), {"version": 1, "modules": {"up": "colwise"}}, 2, torch.zeros(batch, 16, 64))
+    stored = tpplan.Program.from_dict(json.loads(held.to_json()))
+    assert tpplan.estimate(stored) == tpplan.estimate(held)
+    assert tpplan.estimate(stored, batch=4, sequence=20) == tpplan.estimate(held, batch=4, sequence=20)
+    assert tpplan.Program.from_dict(json.loads(stored.to_json())).work == stored.work
+    copies = [
+        sum(t.launches for t in stored.work.at(n, 16).tasks if not t.backward)  # pyright: ignore
+        for n in (1, 2)
+    ]
+    assert copies[0] < copies[1] if batch == 1 else copies[0] == copies[1]
 
 
 def test_time_is_the_sum_of_what_runs(compiled: tpplan.Program) -> None:

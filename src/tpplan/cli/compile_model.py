@@ -62,7 +62,7 @@ def model_and_inputs(
     Args:
         arguments: with those of `add_model_arguments`.
         sized: whether to make inputs where `--batch` or `--sequence` is given.
-        priced: whether to make inputs of `usual_sizes`.
+        priced: whether to make inputs of `usual_sizes`, and those of a step in training: labels, and no cache.
         options: further ones of `load_model`.
 
     Raises:
@@ -74,9 +74,10 @@ def model_and_inputs(
     with doing("building the model"):
         model, inputs = load_model(arguments.model, dict(arguments.overrides), **sizes, **options)
         if priced and inputs is None:
-            from tpplan.inputs import example_call
+            from tpplan.inputs import example_call, step_settings, with_labels
 
-            _, inputs = example_call(model, ranks_of(arguments), **usual_sizes(arguments, model))
+            _, made = example_call(model, ranks_of(arguments), **usual_sizes(arguments, model))
+            inputs = {**step_settings(model, inference=False), **with_labels(model, made)}
         return model, inputs
 
 

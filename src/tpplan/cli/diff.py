@@ -81,7 +81,9 @@ def _compared(arguments: argparse.Namespace) -> list[ComparedProgram]:
         raise UsageError("a plan is compared for a model: name one with --model REF, or give two programs in JSON")
     elif arguments.tp is None and written:
         arguments.tp = next(iter(written.values())).size
-    called = model_and_inputs(arguments, priced=is_priced(arguments) and not written) if len(written) < 2 else ()
+    labelled = any("labels" in held.path for program in written.values() for held in program.inputs)
+    priced = labelled if written else is_priced(arguments)
+    called = model_and_inputs(arguments, priced=priced) if len(written) < 2 else ()
     programs = [written.get(i) or compile_for(arguments, plan, *called) for i, plan in enumerate(sources)]  # pyright: ignore
     from tpplan.report.program_compare import ComparedProgram
 

@@ -49,7 +49,8 @@ def _cost(arguments: argparse.Namespace, inner: Served) -> Estimate | None:
     if not is_priced(arguments):
         return None
     from tpplan.compiler.request import Request
-    from tpplan.forecast.degrees import measured_program, step_settings
+    from tpplan.forecast.degrees import measured_program
+    from tpplan.inputs import step_settings
 
     keywords = {**step_settings(inner.model, inference=True), **inner.keywords}
     request = Request(inner.model, inner.plan, ranks_of(arguments), inner.arguments, keywords, training=False)

@@ -92,6 +92,7 @@ class Work:
             (Chowdhery et al., "PaLM", 2022, appendix B).
         unsized: why amounts are known at one point alone; empty otherwise.
         training: whether there is a backward.
+        own: that of an example with a batch of 1, which lies in memory as no other does; not interpolated.
     """
 
     points: tuple[Point, ...]
@@ -108,6 +109,7 @@ class Work:
     model_flops: Amount
     unsized: str = ""
     training: bool = True
+    own: Work | None = None
 
     def in_block(self, module: str) -> bool:
         """Whether a module is a block, or inside of one."""
@@ -119,6 +121,8 @@ class Work:
         Raises:
             ValueError: amounts are known at one size alone.
         """
+        if self.own is not None and (batch, sequence) == self.example:
+            return self.own
         if (batch, sequence) in self.points:
             place = self.points.index((batch, sequence))
             return self._with([Fraction(int(i == place)) for i in range(len(self.points))], (batch, sequence))
@@ -130,7 +134,8 @@ class Work:
         def of(amount: Amount) -> Amount:
             return (max(0, round(sum(w * n for w, n in zip(weights, amount, strict=True)))),)
 
-        return replace(_changed(self, of, len(weights)), points=(point,), example=self.example)
+        shared = replace(self, own=None)
+        return replace(_changed(shared, of, len(weights)), points=(point,), example=self.example)
 
 
 def joined(works: Sequence[Work], example: Point) -> Work:

@@ -11,7 +11,6 @@ across nodes, and pipeline or context parallelism where all that isn't enough.
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,7 +39,7 @@ from tpplan.cost.other_degrees import (
 from tpplan.cost.state_memory import optimizer_seconds
 from tpplan.forecast.estimate import estimate
 from tpplan.forecast.measurement import Measurement, SizedCall
-from tpplan.inputs import beyond_positions, example_call, usual_length, with_labels
+from tpplan.inputs import beyond_positions, example_call, step_settings, usual_length, with_labels
 from tpplan.plan import ArgumentError, CompileError, Plan, load_plan
 from tpplan.plan.locate import shipped_plan_names
 from tpplan.plan.taken import FLAG, SIZE, TEXT, optional, takes
@@ -194,14 +193,6 @@ def measured_program(request: Request) -> Program:
     """
     compiled, call = compile_call(request), (request.arguments, dict(request.keywords))
     return replace(compiled.program, measure=Measurement(request.model, compiled, *call))
-
-
-def step_settings(model: nn.Module, inference: bool) -> dict[str, Any]:
-    """What a model of transformers is called with to tell a step, or a prompt before generation: without a cache."""
-    accepted = inspect.signature(type(model).forward).parameters
-    known = hasattr(getattr(model, "config", None), "to_dict")
-    asked = {"use_cache": False} | ({"logits_to_keep": 1} if inference else {})
-    return {name: held for name, held in asked.items() if known and name in accepted}
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,4 +424,4 @@ def _impossible(tp: int, dp: int, split: bool, fsdp: bool, reason: str) -> Advic
     return AdviceRow(tp, dp, split, fsdp, "none", "", False, None, None, 0.0, None, 0.0, 0, False, reason)
 
 
-__all__ = ["advise", "measured_program", "step_settings"]
+__all__ = ["advise", "measured_program"]

@@ -129,7 +129,8 @@ class Measurement:
         first: Work | None = None
         try:
             first = self.at(forward=True)
-            return joined([self.at(*point, forward=True) for point in points], first.example)
+            shared = joined([self.at(*point, forward=True) for point in points], first.example)
+            return replace(shared, own=first if batch == 1 else None)
         except Exception as error:  # whatever the model's code can't do at some size, or without numbers
             if first is None:
                 return None
@@ -332,6 +333,7 @@ def _run(
                     differs = any(t.requires_grad for _, t in leaves(result) if isinstance(t, Tensor))
                 if program.training and differs:
                     differentiate(result)
+                tally.end()
     finally:
         around.restore()
     return _ShapeRun(tally, saved, results, lists, program.training and differs)

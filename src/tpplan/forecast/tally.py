@@ -92,6 +92,7 @@ class Tally(TorchDispatchMode):
         self._marked: list[TallyPlace] = [self._places[0]]
         self._alive: dict[int, int] = {}
         self._passed: dict[Key, set[int]] = {}
+        self._ended = False
 
     # -- where ------------------------------------------------------------------------------------------------------
     def enter(self, module: str, passed: Any) -> None:
@@ -165,7 +166,13 @@ class Tally(TorchDispatchMode):
         self._alive[key] = number
         weakref.finalize(storage, self._free, key, number)
 
+    def end(self) -> None:
+        """The step is over: what Python frees from here on, it frees when it likes."""
+        self._ended = True
+
     def _free(self, key: int, number: int) -> None:
+        if self._ended:
+            return
         del self._alive[key]
         self.events += 1
         if number > 0:
