@@ -272,7 +272,7 @@ def _scale(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", in_thirds([*FAULTS][::6], [*FAULTS], FAULTS))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_a_fault_on_one_rank_is_told_on_all(tmp_path: Path, fault: str) -> None:
     make, expected = FAULTS[fault]
     folders = [_folder("llama", tmp_path / str(rank)) for rank in range(2)]

@@ -137,7 +137,7 @@ def _reads_its_share(member: Member, folder: str, more: int, meta: bool, dtype: 
     return loaded.bytes_read, sum(t.numel() * 4 for t in held), sum(p.numel() * 4 for p in model.parameters())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("more", "meta", "dtype"),

@@ -56,7 +56,7 @@ def _odd(way: str) -> tuple[int, ...]:
     }.get(way, (300, 160))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("chunk", [4096, reading.CHUNK])
 def test_any_box_of_a_weight_is_read(tmp_path: Path, way: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ CASES: list[Any] = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "way", "size", "options"), in_thirds(QUICK, SLOW, CASES), ids=str)
 def test_it_is_the_model_of_its_numbers(
     tmp_path: Path, name: str, way: str, size: int, options: dict[str, Any]

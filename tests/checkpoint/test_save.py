@@ -71,7 +71,7 @@ def _saves(member: Member, name: str, shape: Any, folder: str, round_bytes: int,
     return sent["whole"]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "shape"),

@@ -68,7 +68,7 @@ KINDS = ("llama", "gpt2", "tied llama")
     slow_but([("gpt2", False), ("tied llama", False)], [(name, False) for name in KINDS] + [("gpt2", True)]),
     ids=str,
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_transformers_reads_what_is_saved(name: str, how: str, fsdp: bool, tmp_path: Path) -> None:
     folder, theirs = tmp_path / "ours", tmp_path / "theirs"
     world(4 if fsdp else 2).run(_saved, name, how, str(folder), fsdp)

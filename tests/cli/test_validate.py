@@ -147,7 +147,7 @@ SMALL = ["num_hidden_layers=1", "hidden_size=64", "intermediate_size=96", "num_a
 SMALL += ["num_key_value_heads=4"]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("sizes", "code", "says"),
     [("1", 0, "valid for hf:llama at tp=1."), ("3", 0, "TP132"), ("8", 1, "use at most 4 ranks"), ("1 2", 0, "tp=2.")],

@@ -45,7 +45,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "sequence", "conditions", "lengths"),
     [

@@ -65,7 +65,7 @@ RULES = {"**.{q,k,v}": "colwise", "**.out": "rowwise"}
 
 @pytest.mark.parametrize("reads", ["", "sizes", "all states"])
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_a_decoder_that_keeps_everything(reads: str, sequence: bool) -> None:
     """Of ten layers with three layouts each there are sixty thousand combinations, with their scores far more."""
     torch.manual_seed(0)
@@ -83,7 +83,7 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("tpplan.compiler.place.body"), "_leaving", lambda *_: [()] * 1_000)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("reads", ["", "all states", "a state again"])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_what_isnt_followed_costs_as_little(reads: str, sequence: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def compiled(rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch, many: int) 
 
 
 @pytest.mark.parametrize("rules", PLANS.values(), ids=PLANS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_what_is_chosen_is_the_same_wherever_it_is_chosen(
     rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,7 +190,7 @@ JOINT: dict[str, Any] = {"blocks.*.layers.*.{0,1,2}": "colwise", "blocks.*.layer
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_a_crowd_of_layouts_has_the_same_least_cost(sequence: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that leave their results open, and bodies whose ways from a state on are remembered, prune nothing."""
     rules = JOINT | ({"norms.*": "sequence"} if sequence else {})
@@ -245,7 +245,7 @@ def scaled(count: int) -> tuple[nn.Module, dict[str, Any], tuple[list[Tensor]]]:
     return Pyramid(count).double(), {"version": 1, "modules": rules}, (held,)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_values_that_go_their_own_ways_get_the_layouts_that_they_got_together(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plan, example = scaled(3)
     digests: set[str] = set()
@@ -277,7 +277,7 @@ def test_a_value_goes_its_own_way_if_its_layouts_cost_the_same_beside_all_others
     assert apart(together, results) == together
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_what_is_given_up_where_there_are_too_many_ways_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plan, example = scaled(4)
     exact = tpplan.compile_plan(model, plan, 2, example)

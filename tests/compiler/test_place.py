@@ -324,7 +324,7 @@ class Biased(nn.Module):
         return self.out((weights @ v).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("literal", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
 def test_a_batch_as_large_as_the_number_of_heads_is_placed_as_any_other(norm: bool, literal: bool) -> None:

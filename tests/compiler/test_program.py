@@ -60,7 +60,7 @@ def test_a_program_survives_json() -> None:
     assert other.count_collectives() == one.count_collectives()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "body",
     [

@@ -48,7 +48,7 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", list(calls(torch.float32)))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_opcheck_passes(name: str, dtype: torch.dtype) -> None:
     operator, arguments = calls(dtype)[name]
     if name == "cross_entropy":  # a target that no rank holds is not a number, and so unequal to itself

@@ -53,7 +53,7 @@ CASES = [(name, HEADS) for name in MODELS if name != "WindowedHeads"] + [
 ]  # fmt: skip
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize(("name", "rules"), CASES)
 def test_heads_are_split_where_no_function_reads_them(name: str, rules: dict[str, Any], tp: int) -> None:
@@ -97,7 +97,7 @@ def on_processes(member: Member, name: str, rules: dict[str, Any], gradients: bo
     return found
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(24)
 @pytest.mark.processes
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize(("name", "rules"), CASES)
@@ -236,7 +236,7 @@ FLASH: dict[str, tuple[Any, dict[str, Any], int, dict[str, int]]] = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", FLASH)
 def test_operators_of_flash_attn_have_rules(name: str) -> None:
     torch.manual_seed(0)
@@ -285,7 +285,7 @@ def in_transformers(member: Member, implementation: str) -> list[float]:
     return [*found, float(not torch.equal(*generated))]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.processes
 @pytest.mark.parametrize("implementation", ["flex_attention", "sdpa"])
 def test_transformers_interfaces(implementation: str) -> None:

@@ -127,7 +127,7 @@ RULES: dict[str, Any] = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "r
 CASES: dict[str, Callable[[], nn.Module]] = {"masked": lambda: Layer(False), "causal": lambda: Layer(True)}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_functions_as_those_of_apex(name: str, tp: int) -> None:

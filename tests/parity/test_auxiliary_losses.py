@@ -55,7 +55,7 @@ class Balanced(nn.Module):
         return (x + made).square().mean() + 0.1 * loss if self.use == "added" else (x + made) * (1 + loss)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("use", ["returned", "added", "scaling"])
 def test_a_loss_of_what_experts_are_weighed_by_is_the_unsharded_models(use: str, size: int) -> None:

@@ -290,12 +290,12 @@ def test_the_gradient_of_keys_that_ranks_share_meets_what_is_linear_alone(name: 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ELEMENTWISE)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_what_is_right_for_a_part_stays_split(name: str, size: int) -> None:
     assert gathers(prove(Split(ELEMENTWISE[name]), SPLIT, size)) == 0
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ACROSS)
 def test_what_needs_all_features_gets_all(name: str, size: int) -> None:
@@ -312,7 +312,7 @@ def test_what_needs_all_features_is_refused_where_no_gather_fits(name: str) -> N
     assert found.code == "TP128" and "test_backward.py" in "".join(found.notes), found
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", [*BENT, *CLAMPS, "norm"])
 def test_a_partial_gradient_meets_what_is_linear_alone(name: str, size: int) -> None:
@@ -322,7 +322,7 @@ def test_a_partial_gradient_meets_what_is_linear_alone(name: str, size: int) -> 
 
 
 @pytest.mark.parametrize("name", [*ELEMENTWISE, *ACROSS])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_over_a_split_sequence(name: str) -> None:
     prove(Stream((ELEMENTWISE | ACROSS)[name]), STREAM, 2)
 
@@ -403,7 +403,7 @@ def printing_module(module: nn.Module, given: Any, taken: Any) -> None:
     repr((given, taken))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("place", ["up", "function", "down", ""])
 @pytest.mark.parametrize("how", [scaled, normalized, scaled_before, normalized_before, printing_module])
 def test_hooks_of_modules(how: Any, place: str) -> None:

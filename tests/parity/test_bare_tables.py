@@ -61,7 +61,7 @@ LOOK_UPS: dict[str, Callable[[nn.Parameter, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("way", LOOK_UPS)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(8)
 def test_a_bare_table_is_split_by_rows(way: str, tp: int) -> None:
     class Model(Read):
         def look_up(self, ids: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 def test_bags_are_split_by_rows(options: str, tp: int) -> None:
     model, last = Bags(**OPTIONS[options]).double(), Bags(**OPTIONS[options], include_last_offset=True).double()
     calls = [bags(9, [0, 2, 2, 5]), bags(5, [0, 1]), ((torch.tensor([3, 3, ROWS - 2, 5]), torch.tensor([0, 2])), {})]

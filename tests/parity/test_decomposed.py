@@ -77,7 +77,7 @@ class Distinct(nn.Module):
 
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("gate", [functional.glu, nn.GLU(), lambda x: functional.glu(x.transpose(1, 2), 1).mT])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_a_gated_unit_is_split_by_halves(gate: Callable[[Tensor], Tensor], tp: int) -> None:
     model, calls = nn.Sequential(Halves(gate), Halves(gate)).double(), [stream(2, 6), stream(3, 5)]
     plan = suggest_text(model, tp, inputs=calls[0][0])
@@ -95,7 +95,7 @@ def test_experts_whose_tokens_are_counted_are_split(method: bool) -> None:
 
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("chosen", [lambda p: p.max(-1), lambda p: p.topk(2, -1)])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_experts_whose_numbers_are_found_once_each_are_split(
     chosen: Callable[[Tensor], tuple[Tensor, Tensor]], listed: bool
 ) -> None:

@@ -84,7 +84,7 @@ def test_a_list_takes_one_reduction_each_way(count: int, way: tuple[int, bool]) 
     assert counts.get("reduce-scatter", 0) == (0 if plan is PLAN else 2)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("count", "size", "first", "last"),
     [
@@ -107,7 +107,7 @@ def test_who_holds_what(count: int, size: int, first: list[int], last: list[int]
         ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dispatch", [of_hit, of_any, of_scatter, of_all])
 def test_other_ways_to_call_them(dispatch: Callable[..., Tensor]) -> None:
     verified(Block(6, dispatch=dispatch), PLAN, 4)
@@ -146,7 +146,7 @@ FUSED = {
 
 @pytest.mark.parametrize("inner", [24, 10, 7])
 @pytest.mark.parametrize("size", [4, 8])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_packs_uneven_parts_and_parameters_without_a_rule(size: int, inner: int) -> None:
     program = verified(Block(2, lambda: Fused(inner)), FUSED, size)
     assert program.count_collectives()["all-reduce"] == 3
@@ -170,7 +170,7 @@ class Heads(nn.Module):
 
 @pytest.mark.parametrize("keys", [1, 2, 4])
 @pytest.mark.parametrize("size", [4, 8])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_experts_with_heads(size: int, keys: int) -> None:
     rules = {"moe.experts": "experts", "moe.experts.*.{q,k}": "colwise", "moe.experts.*.out": "rowwise"}
     verified(Block(2, lambda: Heads(keys), of_all), {"version": 1, "modules": rules}, size)

@@ -95,7 +95,7 @@ def tokens(batch: int, length: int) -> Call:
 @pytest.mark.parametrize(
     ("rounds", "tp"), in_turns([by_token, by_tensor, without_gradient, from_the_least, joined], [2, 4])
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_a_number_for_each_row_is_exchanged(rounds: Callable[[Tensor], Tensor], tp: int) -> None:
     model, calls = Around(Rounded(rounds)).double(), [tokens(3, 4), tokens(2, 6)]
     program = tpplan.compile_plan(model, {"version": 1, "modules": RULES}, tp, calls[0][0])
@@ -272,7 +272,7 @@ SEQUENCE = PAIR | {"norm": "sequence"}
 ALONE = ({"inner.0": "colwise"}, {"inner.0": "rowwise"})
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tp", slow_but([2], [2, 4]))
 @pytest.mark.parametrize(("kind", "rules"), in_turns([InProducts, InProductsByRow], [PAIR, SEQUENCE, *ALONE], quick=4))
 def test_gradients_are_rounded_by_the_largest_of_all(kind: type[nn.Linear], rules: dict[str, str], tp: int) -> None:
@@ -280,7 +280,7 @@ def test_gradients_are_rounded_by_the_largest_of_all(kind: type[nn.Linear], rule
     assert max(worst(layers(kind), rules, tp, calls[0], calls)) < 1e-12
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tp", slow_but([2], [2, 4]))
 @pytest.mark.parametrize("rules", [PAIR, SEQUENCE])
 def test_products_of_float8_are_those_of_one_process(rules: dict[str, str], tp: int) -> None:

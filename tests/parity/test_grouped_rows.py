@@ -79,7 +79,7 @@ UNEVEN = [
 
 @pytest.mark.parametrize(("features", "tp", "held"), UNEVEN)
 @pytest.mark.parametrize("interleaved", [False, True], ids=["packed", "interleaved"])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_ranks_have_whole_rows(features: int, tp: int, held: list[int], interleaved: bool) -> None:
     model, plan = Block(features, interleaved), plan_of(interleaved)
     program = tpplan.compile_plan(model, plan, tp, TOKENS)

@@ -84,7 +84,7 @@ SEQUENCE = RULES | {"net.*.norm": "sequence"}
     "rules", [RULES, SEQUENCE, {"net.*.up": "colwise"}, {"net.0.up": "colwise", "net.0.down": "rowwise"}]
 )
 @pytest.mark.parametrize("kind", [Energy, Weighted])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_forces(kind: type[Energy], rules: dict[str, Any], differentiable: bool, size: int) -> None:
     program = prove(kind(), rules, size, differentiable)
     assert program.takes_gradients and next(program.reshards(), None) is not None

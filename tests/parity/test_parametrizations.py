@@ -184,7 +184,7 @@ _RUNS = [(way, style, tp) for way in WAYS for style in _STYLES for tp in (2, 3, 
 
 
 @pytest.mark.parametrize(("way", "style", "tp"), sweep_but(_RUNS[::5], _RUNS))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_parts_follow_the_weight(way: str, style: str, tp: int) -> None:
     report = tpplan.verify(_STYLES[style](WAYS[way]), PLAN, tp, (x_of(),))
     assert report.ok, report.problems
@@ -229,7 +229,7 @@ def test_no_weight_is_gathered() -> None:
     assert moves and all(len(move.shape) == 3 for move in moves)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("way", ["rows normed", "low rank", "columns scaled", "bounded"])
 @pytest.mark.parametrize("build", [made, columns], ids=["rowwise", "colwise"])
 def test_beside_a_split_sequence(build: Any, way: str) -> None:
@@ -248,7 +248,7 @@ CONVOLUTIONS: dict[str, Any] = {
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("way", ["rows normed", "columns normed", "positive", "rows scaled", "masked"])
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_convolutions(kind: str, way: str, tp: int) -> None:
     torch.manual_seed(1)
     convolution, shape = CONVOLUTIONS[kind]
@@ -272,7 +272,7 @@ class Attention(nn.Module):
         return x + self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("groups", "tp"), [(4, 2), (4, 3), (2, 4)])
 @pytest.mark.parametrize("way", ["rows normed", "low rank", "columns scaled"])
 def test_heads(way: str, groups: int, tp: int) -> None:

@@ -51,7 +51,7 @@ def calls(**options: Any) -> tuple[Tensor]:
     return (torch.randn(2, 5, WIDTH, **options),)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("kind", "tp", "parameters"),
     [

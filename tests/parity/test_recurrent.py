@@ -88,7 +88,7 @@ QUICK = {("lstm", "deep both", 4), ("gru", "deep both", 2), ("rnn", "both", 2), 
 QUICK |= {("lstm", "without biases", 2), ("gru", "plain", 4), ("lstm", "plain", 2)}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("kind", "options", "tp"), slow_but(QUICK, CASES))
 def test_each_kind(kind: str, options: str, tp: int) -> None:
     given = OPTIONS[options]

@@ -177,7 +177,7 @@ def plan_of(rules: dict[str, Any]) -> dict[str, Any]:
     return {"version": 1, "modules": rules}
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("case", "way"), in_turns(CASES, [(2, False), (2, True), (4, False)]))
 def test_calls_of_one_module_are_right(
     case: tuple[Callable[[], nn.Module], dict[str, Any]], way: tuple[int, bool]

@@ -40,7 +40,7 @@ def fused_in(program: tpplan.Program) -> list[str]:
     return [use.module for use in program.kernels if use.kind == "residual_norm" and not use.refused]
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(12)
 @pytest.mark.filterwarnings("error:.*together with the sum:UserWarning")
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("suffix", ["", "-sequence"])

@@ -182,7 +182,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "keys", "tp"), in_thirds(CASES[::3], CASES[1::3], CASES))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_each_projection_is_split_by_heads(kind, keys, tp):
     model = Model(kind, selected, keys)
     for sequence in (False, True):
@@ -191,7 +191,7 @@ def test_each_projection_is_split_by_heads(kind, keys, tp):
         assert "all-gather" not in report.predicted or sequence
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("turn", TURNS)
 @pytest.mark.parametrize("kind", slow_but([Grouped], [Packed, Apart, Grouped]))
 def test_pairs_are_turned_in_any_spelling(kind, turn):

@@ -94,7 +94,7 @@ def test_a_stack_takes_one_reduction_each_way(count: int, way: tuple[int, bool])
     assert counts.get("reduce-scatter", 0) == (0 if plan is PLAN else 2)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("body", [of_picked, of_weighed, of_hits])
 @pytest.mark.parametrize("size", [4, 8])
 def test_other_bodies(body: Body, size: int) -> None:
@@ -111,7 +111,7 @@ def test_a_body_without_biases() -> None:
     verified(Block(2, of_added), WITHOUT_BIASES, 4)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("count", "size", "up", "bias"),
     [
@@ -129,7 +129,7 @@ def test_who_holds_what(count: int, size: int, up: list[tuple[int, ...]], bias: 
     assert held(program, "moe.experts.down_bias") == bias
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("inner", [10, 7])
 @pytest.mark.parametrize("body", [of_picked, of_hits])
 def test_uneven_parts(body: Body, inner: int) -> None:
@@ -197,7 +197,7 @@ def test_counted_as_predicted() -> None:
     assert mode.get_total_counts() == sum(predicted.values())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.processes
 @pytest.mark.parametrize("plan", [PLAN, SEQUENCE], ids=["tp", "sequence"])
 def test_on_processes(plan: dict[str, Any]) -> None:

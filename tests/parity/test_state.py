@@ -243,7 +243,7 @@ def compare_calls(how: Callable[[Any, Tensor], Tensor]) -> None:
                 assert same, name
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("how", RIGHT)
 def test_calls_leave_what_the_unsharded_model_leaves(how: Callable[[Any, Tensor], Tensor]) -> None:
     compare_calls(how)
@@ -344,7 +344,7 @@ STEERS = {
 }  # fmt: skip
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("how", STEERS)
 def test_what_depends_on_earlier_calls_is_refused(how: Callable[[Any, Tensor], Tensor]) -> None:
     with pytest.raises(CompileError, match=rf"TP129 .*{STEERS[how]}"):  # pyright: ignore
@@ -534,7 +534,7 @@ def test_a_slot_that_a_forward_fills_is_emptied_again() -> None:
     assert not hasattr(SLOTTED, "count")
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_count_is_followed_wherever_it_stands(place: str) -> None:
     get, put = PLACES[place]
@@ -590,7 +590,7 @@ def same(one: Any, other: Any) -> bool:
     return one == other
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("how", [*RIGHT, *RIGHT_OR_REFUSED, *STEERS, fails])
 @pytest.mark.parametrize("what", ["compile", "suggest", "verify"])
 def test_nothing_changes_a_model(how: Callable[[Any, Tensor], Tensor], what: str) -> None:

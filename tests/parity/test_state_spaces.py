@@ -113,7 +113,7 @@ def plan_for(groups: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("norm", "groups"), [(GatedFirst, 1), (GatedLast, 1), (GatedFirst, GROUPS)])
 def test_every_rank_scans_its_own_heads(norm: type[nn.Module], groups: int, size: int) -> None:
@@ -178,7 +178,7 @@ def test_a_convolution_is_a_column_and_in_groups_no_row() -> None:
         )
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("groups", [1, GROUPS])
 def test_a_plan_for_it_writes_itself(groups: int) -> None:
     model = Mixer(GatedFirst, groups)

@@ -54,7 +54,7 @@ CASES: dict[str, tuple[Callable[[], tuple[nn.Module, tuple[Tensor]]], Any]] = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_the_parts_of_a_weight_follow_it(case: str, tp: int) -> None:
@@ -72,7 +72,7 @@ def test_the_parts_of_a_weight_follow_it(case: str, tp: int) -> None:
 @pytest.mark.parametrize("tp", [2, 3, 4])
 @pytest.mark.parametrize(("dim", "style"), [(0, "rowwise"), (1, "colwise"), (None, "colwise"), (None, "rowwise")])
 @pytest.mark.parametrize("make", [linear, convolution])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_lengths_of_vectors_of_which_each_rank_has_a_part_are_sums(
     make: Any, dim: int | None, style: str, tp: int
 ) -> None:

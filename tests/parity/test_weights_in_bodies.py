@@ -228,7 +228,7 @@ def layouts(program: Program) -> dict[str, str]:
     return {p.name.removeprefix("0.0."): str(p.layout) for p in program.parameters if "norm" not in p.name}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("kind", "tp"),
     slow_but(
@@ -285,7 +285,7 @@ def rules(model: nn.Module, plan: tpplan.Plan) -> dict[str, str]:
     return {name.rpartition(".")[2]: str(rule.style) for name, rule in found.items()}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", slow_but([LowRank, ByAnother], KINDS))
 def test_suggested(kind: Any) -> None:
     model, x = model_of(kind, 2), x_of()

@@ -172,7 +172,7 @@ BODIES = (of_grouped, of_added, of_picked, of_weighed_first, of_loop, of_hits)
 @pytest.mark.parametrize("plan", [PLAN, SEQUENCE], ids=["tp", "sequence"])
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_a_stack_takes_one_reduction_each_way(body: Body, plan: dict[str, Any], size: int) -> None:
     model = Block(body)
     program = tpplan.compile_plan(model, plan, size, ACTIVATIONS)
@@ -192,13 +192,13 @@ def test_a_stack_takes_one_reduction_each_way(body: Body, plan: dict[str, Any], 
 
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("choices", [1, 3])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_any_number_of_choices(body: Body, choices: int) -> None:
     report = tpplan.verify(Block(body, choices), PLAN, 2, ACTIVATIONS)
     assert report.ok, report.problems
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("body", [of_grouped, of_picked])
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_as_few_tokens_as_choices_or_experts(body: Body, rows: int) -> None:
@@ -208,7 +208,7 @@ def test_as_few_tokens_as_choices_or_experts(body: Body, rows: int) -> None:
 
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("first", [0, EXPERTS - CHOSEN])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_ranks_whose_experts_nobody_chose(body: Body, first: int) -> None:
     """All experts of the stack have a gradient, of zeros, on these ranks as well."""
     model = Block(body)
@@ -222,7 +222,7 @@ LISTS = [of_hit, of_each, of_any, of_scatter, of_all]
 WAYS = [(2, True), (4, False), (2, False), (4, True)]  # the number of ranks, and whether sequences are split
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("dispatch", "way"), in_turns(LISTS, WAYS))
 def test_a_list_takes_one_reduction_each_way(dispatch: Dispatch, way: tuple[int, bool]) -> None:
     """Six experts on four ranks, too: two, one, two and one."""
@@ -239,7 +239,7 @@ def test_a_list_takes_one_reduction_each_way(dispatch: Dispatch, way: tuple[int,
     assert report.ok, report.problems
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dispatch", [of_hit, of_any])
 def test_experts_of_a_list_that_nobody_chose_have_no_gradient_on_any_rank(dispatch: Dispatch) -> None:
     model = ListBlock(dispatch)
@@ -252,7 +252,7 @@ def test_experts_of_a_list_that_nobody_chose_have_no_gradient_on_any_rank(dispat
 @pytest.mark.processes
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("make", [lambda: Block(of_grouped), ListBlock], ids=["stack", "list"])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_on_processes(make: Callable[[], nn.Module], size: int) -> None:
     report = tpplan.verify(make(), SEQUENCE, size, ACTIVATIONS, processes=True)
     assert report.ok, report.problems
@@ -260,7 +260,7 @@ def test_on_processes(make: Callable[[], nn.Module], size: int) -> None:
 
 @pytest.mark.parametrize("make", [lambda: Block(of_grouped), ListBlock], ids=["stack", "list"])
 @pytest.mark.parametrize("plan", [PLAN, SEQUENCE], ids=["tp", "sequence"])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_counted_as_predicted(make: Callable[[], nn.Module], plan: dict[str, Any]) -> None:
     model = make()
     predicted = tpplan.compile_plan(model, plan, 2, ACTIVATIONS).count_collectives()
@@ -430,7 +430,7 @@ REFUSED = (
 )  # fmt: skip
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("body", [of_turned, of_permuted])
 @pytest.mark.parametrize("choices", [1, CHOSEN])
 def test_matrices_may_be_turned_in_any_way(body: Body, choices: int) -> None:
@@ -441,7 +441,7 @@ def test_matrices_may_be_turned_in_any_way(body: Body, choices: int) -> None:
 
 @pytest.mark.parametrize("body", REFUSED)
 @pytest.mark.parametrize("choices", [1, CHOSEN])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_a_body_that_is_no_sum_over_pairs_is_refused_or_equal(body: Body, choices: int) -> None:
     model = Block(body, choices)
     try:

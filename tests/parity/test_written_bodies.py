@@ -131,14 +131,14 @@ LINEARS: dict[str, tuple[Body, str]] = {
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", LINEARS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_rows(name: str, size: int) -> None:
     body, expected = LINEARS[name]
     assert outcome(Mlp(Spelled(INNER, WIDTH, body)), MLP, size) == expected
 
 
 @pytest.mark.parametrize("name", LINEARS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_columns(name: str) -> None:
     body, _ = LINEARS[name]
     outcome(Mlp(nn.Linear(INNER, WIDTH), Spelled(WIDTH, INNER, body)), MLP, 2)
@@ -315,7 +315,7 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
 
 
 @pytest.mark.parametrize("name", NORMS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_norms(name: str) -> None:
     """Those that are norms are split; of others the whole features are gathered, or the plan is refused."""
     make, is_norm = NORMS[name]
@@ -420,7 +420,7 @@ def test_a_hook_that_changes_rows() -> None:
     assert outcome(model, {"table": "vocab"}, 2, IDS) == "equal"
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("wrong", [10, 11, -1, -7, 1 << 40])
 @pytest.mark.parametrize("size", [2, 16])
 def test_ids_that_no_rank_holds_raise_as_the_stock_table_does(wrong: int, size: int) -> None:

@@ -20,7 +20,7 @@ CASES = [(plan, size) for name in OTHERS for plan in (name, f"{name}-sequence") 
 QUICK = [("dinov2", 2), ("litgpt-sequence", 4), ("swin", 2), ("torchtune_llama3-sequence", 4), ("wav2vec2", 2)]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("plan", "size"), sweep_but(QUICK, [case for case in CASES if (PLANS / f"{case[0]}.yaml").exists()])
 )

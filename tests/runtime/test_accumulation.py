@@ -83,7 +83,7 @@ LOOPS: dict[str, tuple[Callable[[Any], optim.Optimizer], Callable[[optim.Optimiz
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", in_thirds(QUICK, ["gpt2", "phi3-sequence"], NAMES))
 def test_steps_of_three_micro_batches_are_the_stock_models(name: str) -> None:
     world(2).run(_trained, name, QUICK_LOOPS)

@@ -98,7 +98,7 @@ AROUND: dict[str, tuple[type[nn.Module], Callable[[], AbstractContextManager[Any
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", AROUND)
 def test_a_call_computes_the_same_inside_of(name: str) -> None:
     kind, around = AROUND[name]
@@ -219,7 +219,7 @@ def test_a_part_is_not_recomputed_in_another_state(reentrant: bool, change: str)
     assert all("TP175" in text and "was changed since the call" in text for text in found), found
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_part_is_recomputed_after_other_calls_and_changes_taken_back(reentrant: bool, counts: bool) -> None:

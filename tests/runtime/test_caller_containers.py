@@ -250,13 +250,13 @@ SLOW = [*((kind, 2) for kind in KINDS), ("object", 4)]
 
 
 @pytest.mark.parametrize(("kind", "tp"), in_thirds(QUICK, SLOW, [(kind, tp) for kind in KINDS for tp in (2, 4)]))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_keys_and_values_in_any_container_are_decoded_with(kind: str, tp: int) -> None:
     assert worst(kind, HEADS, tp) < 1e-12
 
 
 @pytest.mark.parametrize(("shared", "tp"), slow_but([(1, 4), (2, 2)], [(2, 2), (1, 2), (2, 4), (1, 4)]))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_heads_that_several_ranks_hold_are_known_too(shared: int, tp: int) -> None:
     assert worst("list", shared, tp) < 1e-12
 

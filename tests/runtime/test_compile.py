@@ -245,31 +245,34 @@ def _many(member: Member) -> None:
         assert not counters["graph_break"]
 
 
+# By layers there are two: the first block is given the whole stream, and splits it.
 @pytest.mark.slow
-def test_dynamic_sizes_compile_nothing_again() -> None:
-    world(2).run(_dynamic)
-
-
-def _dynamic(member: Member) -> None:
-    # By layers there are two: the first block is given the whole stream, and splits it.
-    cases = (
+@pytest.mark.parametrize(
+    "case",
+    [
         ("torch_transformer-sequence", "compile_layers", "eager", 2),
         ("torch_transformer", "compile_in_place", "aot_eager", 1),
-    )
-    for plan, way, backend, graphs_of_all in cases:
-        stock, keywords = tiny("torch_transformer", way)
-        sharded = tpplan.parallelize(copy.deepcopy(stock), PLANS / f"{plan}.yaml", member.mesh(), keywords)
-        with fresh() as counters:
-            graphs = Graphs(backend)
-            WAYS[way](sharded, backend=graphs, fullgraph=True, dynamic=True)
-            for batch, length in ((3, 12), (2, 12), (5, 16)):
-                _compare(sharded, stock, batch, length)
-                assert len(graphs.seen) == graphs_of_all
-            _compare(sharded, stock, 2, 7)  # an odd sequence can't be split, and runs by another program
-            made = len(graphs.seen)
-            _compare(sharded, stock, 4, 9)
-            assert len(graphs.seen) == made, (way, made, len(graphs.seen))
-            assert not counters["graph_break"]
+    ],
+    ids=lambda case: case[1],
+)
+def test_dynamic_sizes_compile_nothing_again(case: tuple[str, str, str, int]) -> None:
+    world(2).run(_dynamic, *case)
+
+
+def _dynamic(member: Member, plan: str, way: str, backend: str, graphs_of_all: int) -> None:
+    stock, keywords = tiny("torch_transformer", way)
+    sharded = tpplan.parallelize(copy.deepcopy(stock), PLANS / f"{plan}.yaml", member.mesh(), keywords)
+    with fresh() as counters:
+        graphs = Graphs(backend)
+        WAYS[way](sharded, backend=graphs, fullgraph=True, dynamic=True)
+        for batch, length in ((3, 12), (2, 12), (5, 16)):
+            _compare(sharded, stock, batch, length)
+            assert len(graphs.seen) == graphs_of_all
+        _compare(sharded, stock, 2, 7)  # an odd sequence can't be split, and runs by another program
+        made = len(graphs.seen)
+        _compare(sharded, stock, 4, 9)
+        assert len(graphs.seen) == made, (way, made, len(graphs.seen))
+        assert not counters["graph_break"]
 
 
 def _compare(sharded: nn.Module, stock: nn.Module, batch: int, length: int) -> None:
@@ -340,26 +343,26 @@ def _around(member: Member) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_was_compiled_before_is_parallelized_inside() -> None:
-    world(2).run(_before)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_that_was_compiled_before_is_parallelized_inside(way: str) -> None:
+    world(2).run(_before, way)
 
 
-def _before(member: Member) -> None:
+def _before(member: Member, way: str) -> None:
     stock, keywords = tiny_model("torch_transformer", layers=1)
-    for way in WAYS.values():
-        with fresh() as counters:
-            graphs = Graphs("eager")
-            model = way(copy.deepcopy(stock), backend=graphs, fullgraph=True)
-            model(**keywords)
-            count = len(graphs.seen)
-            compiled = tpplan.parallelize(model, PLANS / "torch_transformer.yaml", member.mesh(), keywords)
-            assert compiled is model
-            for _ in range(2):
-                compiled.zero_grad()
-                stock.zero_grad()
-                assert_same_run(run(compiled, keywords), run(stock, keywords), tolerance(torch.float64))
-            assert len(graphs.seen) > count
-            assert not counters["graph_break"]
+    with fresh() as counters:
+        graphs = Graphs("eager")
+        model = WAYS[way](copy.deepcopy(stock), backend=graphs, fullgraph=True)
+        model(**keywords)
+        count = len(graphs.seen)
+        compiled = tpplan.parallelize(model, PLANS / "torch_transformer.yaml", member.mesh(), keywords)
+        assert compiled is model
+        for _ in range(2):
+            compiled.zero_grad()
+            stock.zero_grad()
+            assert_same_run(run(compiled, keywords), run(stock, keywords), tolerance(torch.float64))
+        assert len(graphs.seen) > count
+        assert not counters["graph_break"]
 
 
 def test_calls_that_are_watched_for_good_say_that_nothing_is_compiled() -> None:

@@ -25,7 +25,7 @@ from tpplan.compat.process_groups import fake_process_group
 
 QUICK = ["ddp accumulated", "replicate", "replicate by fsdp"]
 HSDP = ["hsdp"]
-SLOW = ["of everything", "checkpointed", "half, packs"]
+SLOW = ["of everything", "half, packs"]
 SWEPT = [name for name in CASES if name not in (*SLOW, *HSDP)]
 
 

@@ -108,7 +108,7 @@ def ways(model: nn.Module) -> set[tuple[str, str]]:
 @pytest.mark.parametrize("rules", [RULES, PLAIN])
 @pytest.mark.parametrize("kind", [Model, SteepModel])
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_a_call_without_gradients_gives_what_the_stock_model_gives(
     kind: type[Model], rules: dict[str, Any], tp: int, uses: list[Direct]
 ) -> None:
@@ -430,7 +430,7 @@ def thrice(own: nn.Module, _: object) -> list[Tensor]:
 
 @pytest.mark.parametrize("rules", [RULES, PLAIN], ids=["sequence", "plain"])
 @pytest.mark.parametrize("kind", [*map(of_blocks, UNUSUAL), AroundAll], ids=lambda kind: kind.__name__)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_what_a_forward_does_around_a_call_comes_before_the_direct_one(
     kind: type[Model], rules: dict[str, Any], uses: list[Direct]
 ) -> None:

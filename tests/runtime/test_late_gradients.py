@@ -78,7 +78,7 @@ def set_wanted(wanted: bool, *names: str) -> Callable[[nn.Module], None]:
     return change
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("order", [(False, True, False), (True, False, True)], ids=["without", "with"])
@@ -104,7 +104,7 @@ def test_a_call_without_gradients_may_come_first(rules: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("rules", [SEQUENCE, {"table": "vocab", **SEQUENCE}, PLAIN], ids=["sequence", "vocab", "plain"])
 @pytest.mark.parametrize("names", [("table", "positions"), ("block.norm",), ("",)], ids=["table", "norm", "all"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_parameters_may_be_thawed_and_frozen(rules: dict[str, Any], names: tuple[str, ...]) -> None:
     stock, call = built(OfIds), ((IDS,), {})
     set_wanted(False, *names)(stock)

@@ -162,7 +162,7 @@ def _fused_parity(member: Member, name: str, options: dict[str, Any]) -> tuple[C
 
 
 @pytest.mark.processes
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("options", [{}, {"recompute_gather": True}])
 @pytest.mark.parametrize(("name", "size"), [("gpt2-sequence", 2), ("llama-sequence", 2), ("llama-sequence", 4)])
 def test_fused_operators_compute_the_same(name: str, size: int, options: dict[str, Any]) -> None:
@@ -253,7 +253,7 @@ def _compiled(modules: dict[str, Any], **options: Any) -> Program:
     return tpplan.compile_plan(Normed(), plan, 2, torch.randn(2, 8, 8, requires_grad=True))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("modules", "options", "expected"),
     [
@@ -771,7 +771,7 @@ USES: list[Callable[..., list[Tensor]]] = [
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "options",

@@ -183,7 +183,7 @@ def counting(count: Callable[[], object]) -> nn.Module:
     return type("Counting", (Counting,), {"count": staticmethod(count), "__module__": __name__})()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("count", SEEN, ids=lambda count: count.__name__)
 def test_what_a_capture_changes_is_put_back(count: Callable[[], object]) -> None:
     before = SEEN[count]()

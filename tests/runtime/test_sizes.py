@@ -162,7 +162,7 @@ def of(stock: Callable[[Between], nn.Module], between: Between) -> nn.Module:
     return stock(between).double()
 
 
-@pytest.mark.one_in(18)
+@pytest.mark.one_in(27)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize(
     ("stock", "rules", "between"),

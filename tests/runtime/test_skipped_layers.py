@@ -128,7 +128,7 @@ def _steps(member: Member, kind: type[Skipping], skips: list[str], rules: dict[s
         assert_equal_steps(stock, model, [{"x": x}] * STEPS)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("kind", "skips"),
     [

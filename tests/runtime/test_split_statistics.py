@@ -47,7 +47,7 @@ def statistics(model: nn.Module) -> dict[str, Tensor]:
     return {name: held.clone() for name, held in model.state_dict().items() if "running" in name or "num" in name}
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize(("tp", "channels"), [(2, 16), (4, 16), (4, 10)])
@@ -74,7 +74,7 @@ def test_every_rank_has_the_statistics_of_all_channels(
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_calls_in_both_modes_are_those_of_the_unsharded_model(tp: int, momentum: float | None) -> None:
     calls = [images(3, 8), nn.Module.eval, images(2, 11), nn.Module.train, images(3, 8), images(2, 11)]
     assert max(worst(Normed(momentum=momentum).double(), PLAN, tp, images(3, 8), calls)) < 1e-12
@@ -120,7 +120,7 @@ def trained(model: nn.Module, calls: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("kind", [nn.Module.train, nn.Module.eval], ids=["train", "eval"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("dims", [0, 1, 2, 3])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_a_norm_that_averages_over_all_calls_is_trained(dims: int, tp: int, kind: Any) -> None:
     torch.manual_seed(0)
     model = kind(Averaging(dims).double())

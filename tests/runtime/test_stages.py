@@ -137,7 +137,7 @@ def stepped(
     return error, dict(sent.bytes)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("schedule", "plan"),
@@ -159,7 +159,7 @@ def test_a_stage_that_hands_its_part_on_sends_as_many_bytes_less_as_there_are_ra
     assert part_first["get_fwd_send_ops"] == part_last["get_bwd_send_ops"] == stream // 2
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("schedule", "recomputes", "frozen"),
@@ -492,7 +492,7 @@ def disagreeing(member: Member, rules: Mapping[str, Any], ours: bool) -> str:
     return ""
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.processes
 @pytest.mark.parametrize("ours", [True, False])
 @pytest.mark.parametrize(

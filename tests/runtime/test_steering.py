@@ -232,7 +232,7 @@ def net_that(read: Callable[[], bool]) -> nn.Module:
     return type("Net", (Net,), {"read": staticmethod(read), "__module__": __name__})().double()
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", READ)
 def test_what_is_read_elsewhere_is_followed(name: str) -> None:
     read, change = READ[name]

@@ -83,7 +83,7 @@ SURGERY: dict[str, Callable[[Any], object]] = {
 _QUICK = ("insert", "dict pop", "parameter", "parametrization", "swap in the table")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", in_thirds(_QUICK, [*SURGERY][::2], SURGERY))
 def test_surgery_is_told_at_the_next_call_and_at_each_after_it(kind: str) -> None:
     def work(model: Any, _: CallGuard) -> list[str]:

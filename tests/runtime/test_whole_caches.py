@@ -153,7 +153,7 @@ def in_tuples(model: Any, first: Any, keyword: str) -> list[Tensor]:
     return found
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("passes", ["none", "one"])
 @pytest.mark.parametrize("keyword", ["its own", "past_key_values"])

@@ -75,7 +75,7 @@ def train_and_save(member: Member, kind: str, plan: str, folder: str) -> tuple[l
         return steps, torch.equal(model(inputs(9)), other(inputs(9)))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "plan", "size"),
@@ -108,7 +108,7 @@ def evaluated(member: Member, kind: str) -> list[Tensor]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", SPLIT)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_experts_that_are_split_inside_are_evaluated(kind: str) -> None:
     stock = model_of(kind).eval()
     with torch.no_grad():
@@ -165,7 +165,7 @@ def copied(member: Member, kind: str) -> dict[str, Tensor]:
     return {name: held.full_tensor() for name, held in gradients.items() if held is not None}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_copy_has_its_own_gradients(kind: str) -> None:

@@ -9,7 +9,7 @@ from tests.runtime.vocabulary import LLAMA, SEQUENCE
 from tests.runtime.world import world
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("rules", [LLAMA, LLAMA | SEQUENCE], ids=["tp", "tp+sp"])
 def test_steps_are_those_of_the_stock_model(rules: dict[str, object]) -> None:
     for errors, calls in world(2).run(with_kernels.steps, rules):

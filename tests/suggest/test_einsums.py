@@ -78,7 +78,7 @@ def stream(batch: int, length: int) -> Call:
     return (torch.randn(batch, length, WIDTH, dtype=torch.float64, requires_grad=True),), {}
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize(
     ("kind", "arguments"), [(ByHeads, "hdk"), (ByHeads, "dhk"), (Dispatched, None), (Everywhere, None)]

@@ -125,7 +125,7 @@ KINDS = (Upscaling, Shrinking, Neighbours, Outlook, Deformable, Warped)
 
 
 @pytest.mark.parametrize(("kind", "tp"), in_turns(KINDS, (2, 4)))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_layers_around_them_are_split(kind: type[nn.Module], tp: int) -> None:
     torch.manual_seed(0)
     stock, example = nn.Sequential(kind()).double(), images(2, 6)

@@ -142,7 +142,7 @@ def parallelized(member: Member, plan: Any, tp: int | None, named: bool) -> tupl
     return table.device_mesh.mesh_dim_names, error, str(tuple(table.to_local().shape))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("plan", "tp", "named", "shape"),

@@ -43,7 +43,7 @@ def call(number: int, length: int = 6) -> Call:
 
 
 @pytest.mark.parametrize("tp", [2, 3])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_what_a_call_leaves_out_is_split_like_what_it_picks(tp: int) -> None:
     model, calls = Picking().double(), [call(1), call(0), call(2, 5), call(1)]
     found = search(model, tp, calls[0][0], {}, False)

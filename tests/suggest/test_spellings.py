@@ -150,7 +150,7 @@ class WithoutPadding(ChannelsFirst):
 @pytest.mark.parametrize(
     ("kind", "ranks"), in_turns([SequenceFirst, BiasesByHead, Pair, ChannelsFirst, WithoutPadding], [2, 4])
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_it_is_sharded_whole_and_computes_the_same(kind: type[nn.Module], ranks: int) -> None:
     model = nn.Sequential(kind(), kind()) if kind in (SequenceFirst, BiasesByHead) else kind()
     plan = tpplan.load_plan(suggest_text(model, ranks, False, (SAMPLE,)))
@@ -159,7 +159,7 @@ def test_it_is_sharded_whole_and_computes_the_same(kind: type[nn.Module], ranks:
     assert report.ok, report.problems
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_heads_are_not_gathered_for_their_norm(ranks: int) -> None:
     model = nn.Sequential(OneKey(), OneKey())
@@ -209,7 +209,7 @@ class Beside(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("training", [True, False])
 def test_a_plan_serves_the_mode_that_the_model_is_in(training: bool) -> None:
     model = Beside().double().train(training)

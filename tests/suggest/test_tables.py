@@ -101,7 +101,7 @@ def test_a_table_that_does_more_than_look_up_is_split_by_columns() -> None:
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_tables_of_bags_are_split_by_columns(mode: str, tp: int) -> None:
     model, calls = Bags(mode).double(), [categories(3, 4), categories(5, 1)]
     plan = suggest_text(model, tp, inputs=calls[0][0])

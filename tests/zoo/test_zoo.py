@@ -40,13 +40,13 @@ def check(outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("name", in_thirds(QUICK, SLOW, ARCHITECTURES))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_every_architecture_is_right_or_refused(name: str) -> None:
     check(run(name, 4, sequence=True))
 
 
 @pytest.mark.parametrize("name", in_thirds(QUICK_SUBJECTS, SLOW_SUBJECTS, SUBJECTS))
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 def test_every_other_model_is_right_or_refused(name: str) -> None:
     if not SUBJECTS[name].installed:
         pytest.skip(f"needs {SUBJECTS[name].package}")
