@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.compiler.toys import HIDDEN, MLP, Mlp
 from tests.models.tiny import example_keywords, tiny_model
 from tests.runtime.simulated import on_ranks, worst
 from tpplan.calls import guard as guards
+from tpplan.compiler.refine import refine
 
 TOLERANCE = 1e-12
 EXAMPLE = ((torch.zeros(3, 12, HIDDEN, dtype=torch.float64),), {})
@@ -81,6 +83,25 @@ def test_a_flag_in_the_same_object_is_seen_when_it_changes() -> None:
 def test_a_function_is_run_in_the_proof() -> None:
     calls = [((x(),), {"act": act}) for act in (torch.relu, lambda y: y.softmax(-1), lambda y: y.flip(-1))]
     assert max(worst(seeded(Steered), MLP, 2, EXAMPLE, calls)) < TOLERANCE
+
+
+class Heads(Steered):
+    """Counts the heads of its features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.size = 4, self.up.out_features // 4
+
+    def forward(self, x: Tensor, wide: Any = False, act: Any = functional.gelu) -> Tensor:
+        y = act(self.up(x).view(*x.shape[:-1], self.heads, self.size))
+        return self.down((y / y.norm(dim=-1, keepdim=True)).flatten(-2))
+
+
+def test_counts_that_are_local_in_one_proof_are_tried_first_in_another() -> None:
+    calls = [((x(),), {"act": act}) for act in (torch.relu, torch.tanh)]
+    with mock.patch("tpplan.compiler.search.refine", side_effect=refine) as refined:
+        assert max(worst(seeded(Heads), MLP, 2, EXAMPLE, calls)) < TOLERANCE
+    assert refined.call_count == 1
 
 
 class ByGradient(Mlp):

@@ -669,6 +669,7 @@ class CallGuard:
             self._stock, base.plan, size, *example, training, True, parts, taken, self._members, self._device,
             values=self._steering.is_known(self._key(call)), replays=replays,
             records=torch.is_grad_enabled() or not self._asks_recording,
+            attributes=self.main.program.local_attributes,
         )  # fmt: skip
         try:
             compiled = self._compiled(lambda: compile_call(request))

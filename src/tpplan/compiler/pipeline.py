@@ -185,7 +185,7 @@ def _compile_with_later(request: Request) -> Compiled:
     request, (compiled, trace, state) = climb(_compile, request)
     settings = trace.settings
     found = replace(request, training=settings.training, taken=settings.taken, device=settings.device, partly=True)
-    found = replace(found, members=compiled.members)
+    found = replace(found, members=compiled.members, attributes=compiled.program.local_attributes)
     for emptied in _EMPTIED if trace.numbers.leaving_out else ():
         other, fewer, _ = _compile(replace(found, emptied=emptied))
         refuse_other_parts(compiled.program, other.program, not _steering(fewer) <= _steering(trace))

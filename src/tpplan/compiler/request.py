@@ -18,6 +18,7 @@ from tpplan.compiler.ir.freedoms import Freedoms
 from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.locations import Location
 from tpplan.compiler.ir.observations import CaptureSettings
+from tpplan.compiler.ir.program import LocalAttribute
 from tpplan.compiler.ir.trace import Path
 from tpplan.compiler.trace.branches import Captures
 from tpplan.compiler.trace.device import device_of
@@ -45,6 +46,7 @@ class Request:
         values: whether bodies may read the numbers in the call; else only if they can't be captured without.
         looking: modules whose bodies look up in tables that are split by rows; see `ir/look_ups`.
         replays, records, emptied: see `CaptureSettings`.
+        attributes: integer attributes that are local in another call, by module: they are tried first.
         captures: what was captured of this model and call for other plans.
     """
 
@@ -66,6 +68,7 @@ class Request:
     replays: bool = False
     records: bool = True
     emptied: tuple[int, int] | None = None
+    attributes: Mapping[str, tuple[LocalAttribute, ...]] = field(default_factory=dict[str, tuple[LocalAttribute, ...]])
     captures: Captures = field(default_factory=Captures, compare=False)
 
     def capture_settings(self, training: bool) -> CaptureSettings:

@@ -72,7 +72,7 @@ def search(problem: Problem, learned: Learned, dump: Dump) -> Solved:
     Raises:
         CompileError: no program passes; with every finding.
     """
-    solver = _Solver(problem)
+    solver, guess = _Solver(problem), problem.request.attributes
     for attempt in range(_ROUNDS):
         placed = solver.place(learned)
         dump.assignment(placed.assignment, attempt)
@@ -87,6 +87,12 @@ def search(problem: Problem, learned: Learned, dump: Dump) -> Solved:
         learned = placed.learned.reporting(*_conflict_findings(problem, placed))
         subject = placed.to_check(problem)
         checked = local_run.check(subject, learned.attributes, learned.excused, learned.recorded)
+        if isinstance(checked, Mismatch) and guess:
+            guessed = replace(learned, attributes={**guess, **learned.attributes}).recording(learned.recorded)
+            guess = {}
+            again = local_run.check(subject, guessed.attributes, learned.excused, learned.recorded)
+            if not isinstance(again, Mismatch):
+                learned, checked = guessed, again
         if isinstance(checked, Mismatch):
             learned = refine(problem, subject, learned, checked)
             continue

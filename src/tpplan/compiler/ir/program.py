@@ -575,6 +575,11 @@ class Program:
         return frozenset(found)
 
     @property
+    def local_attributes(self) -> dict[str, tuple[LocalAttribute, ...]]:
+        """The attributes that hold a local count, by module."""
+        return {module.name: module.local_attributes for module in self.modules if module.local_attributes}
+
+    @property
     def is_uneven(self) -> bool:
         """Whether there is a parameter of which some ranks hold less than others."""
         sharded = [p for p in self.parameters if p.layout.dim is not None]
