@@ -16,6 +16,7 @@ from tests.compiler.toys import HIDDEN, MLP, Mlp
 from tests.models.tiny import example_keywords, tiny_model
 from tests.runtime.simulated import on_ranks, worst
 from tpplan.calls import guard as guards
+from tpplan.compiler.pipeline import compile_call
 from tpplan.compiler.refine import refine
 
 TOLERANCE = 1e-12
@@ -102,6 +103,27 @@ def test_counts_that_are_local_in_one_proof_are_tried_first_in_another() -> None
     with mock.patch("tpplan.compiler.search.refine", side_effect=refine) as refined:
         assert max(worst(seeded(Heads), MLP, 2, EXAMPLE, calls)) < TOLERANCE
     assert refined.call_count == 1
+
+
+class Joined(nn.Module):
+    """Three heads, which two ranks share, are joined with the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.heads = nn.Linear(HIDDEN, 12), nn.Linear(12, HIDDEN), 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        y = self.up(x).view(batch, length, self.heads, 4).transpose(1, 2).reshape(batch * self.heads, length, 4)
+        y = torch.bmm(torch.bmm(y, y.transpose(1, 2)).softmax(-1), y)
+        return self.down(y.view(batch, self.heads, length, 4).transpose(1, 2).flatten(2))
+
+
+def test_uneven_heads_that_are_joined_with_the_batch_are_proved_once_for_each_batch() -> None:
+    calls = [((x(batch, length),), {}) for batch, length in ((3, 7), (3, 9), (2, 12), (2, 5), (4, 8))]
+    with mock.patch("tpplan.calls.guard.compile_call", side_effect=compile_call) as proved:
+        assert max(worst(seeded(Joined), MLP, 2, EXAMPLE, calls)) < TOLERANCE
+    assert proved.call_count == 2 * 2  # on two ranks, for batches of 2 and 4
 
 
 class ByGradient(Mlp):
