@@ -186,6 +186,8 @@ def kept_in_a_variable(member: Member) -> str:
             use(weight)
     with pytest.raises(tpplan.StateError, match=r"TP140.*`\.data` of `up\.weight` was set to a tensor of shape \[3\]"):
         model.up.weight.data = torch.ones(3)
+    with pytest.raises(tpplan.StateError, match=r"TP140.*`set_` gives "):
+        model.up.weight.data.set_(torch.ones(3, dtype=torch.float64))
     with pytest.raises(tpplan.StateError, match=r"TP140.*changes the shape of `up\.weight`"), torch.no_grad():
         model.up.weight.t_()
     return "raised"
@@ -237,6 +239,9 @@ def not_followed(member: Member) -> str:
     return "refused"
 
 
+KEPT: dict[str, Any] = {}
+
+
 class Aliased(nn.Module):
     """A layer that keeps something in the memory of its weight."""
 
@@ -256,12 +261,18 @@ class Aliased(nn.Module):
     lambda weight: weight.detach().numpy()[::-1],
     lambda weight: torch.from_numpy(weight.detach().numpy()),
     lambda weight: SimpleNamespace(w=weight.data),
+    lambda weight: type("Held", (), {"w": weight.data}),
+    lambda weight: [type("Held", (type("Base", (), {"w": weight.data}),), {})()],
+    lambda weight: setattr(Aliased, "of_class", weight.data),
+    lambda weight: KEPT.update(w=weight.detach().numpy()),
+    lambda weight: KEPT.update(w=(lambda data: lambda: data)(weight.data)),
+    lambda weight: weight.data.mean,
 ])  # fmt: skip
 def test_what_has_a_parameters_memory_is_refused_before_anything_is_changed(alias: Any) -> None:
     stock = Aliased(alias)
     before = [*stock.parameters()]
     plan = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
-    told = r"TP140.*`kept.* has the memory of `up\.weight`"
+    told = r"TP140.*`.+` has the memory of `up\.weight`"
     with fake_process_group(2), pytest.raises(tpplan.StateError, match=told):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         tpplan.parallelize(stock, plan, mesh, inputs=(torch.ones(2, 3, 16),))

@@ -50,6 +50,9 @@ class Single:
     one: ClassVar[Any] = None
     count_of_all: ClassVar[int] = 0
 
+    class Inner:
+        count = 0
+
     def __init__(self) -> None:
         self.count = 0
 
@@ -60,6 +63,7 @@ KEYED, TOLD, QUEUE, ROWS = dict[Any, Any].fromkeys(KEYS), set[Any](KEYS[:1]), co
 Key.tables += [KEYED, TOLD]
 SMALL, SIZED, GROWN = torch.zeros(3), np.ones(3), bytearray(2)
 SLOTTED = Slotted()
+UNNAMED: Any = type("Unnamed", (), {"count": 0})()
 DATES = np.array(["2026-01-01"], dtype="datetime64[D]")  # which shows nobody its memory
 
 
@@ -114,6 +118,14 @@ def by_class() -> None:
     Single.count_of_all += 1
 
 
+def by_inner_class() -> None:
+    Single.Inner.count += 1
+
+
+def by_unnamed_class() -> None:
+    type(UNNAMED).count += 1
+
+
 def by_environment() -> None:
     os.environ["TESTS_COUNT"] = str(int(os.environ.get("TESTS_COUNT", "0")) + 1)
 
@@ -153,6 +165,8 @@ SEEN: dict[Callable[[], object], Callable[[], object]] = {
     by_slot: lambda: SLOTTED.count,
     by_single: lambda: Single.one.count,
     by_class: lambda: Single.count_of_all,
+    by_inner_class: lambda: Single.Inner.count,
+    by_unnamed_class: lambda: UNNAMED.count,
     by_environment: lambda: os.environ.get("TESTS_COUNT"),
     by_data: lambda: (SMALL.tolist(), SMALL._version),
     by_dates: lambda: DATES.tolist(),
@@ -170,9 +184,11 @@ class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.held: Any = [type("Held", (), {"count": 0})()]
 
     def forward(self, x: Tensor) -> Tensor:
         type(self).count()
+        type(self.held[0]).count += 1
         return self.down(self.up(x).relu())
 
 
@@ -187,8 +203,10 @@ def counting(count: Callable[[], object]) -> nn.Module:
 @pytest.mark.parametrize("count", SEEN, ids=lambda count: count.__name__)
 def test_what_a_capture_changes_is_put_back(count: Callable[[], object]) -> None:
     before = SEEN[count]()
-    tpplan.compile_plan(counting(count), PLAN, 2, (torch.ones(2, 4, 8),))
+    model: Any = counting(count)
+    tpplan.compile_plan(model, PLAN, 2, (torch.ones(2, 4, 8),))
     assert SEEN[count]() == before
+    assert model.held[0].count == 0
 
 
 def test_an_array_of_another_size_is_put_back() -> None:

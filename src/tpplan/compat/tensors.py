@@ -41,6 +41,13 @@ def memory_span(held: Any) -> tuple[int, int] | None:
     return (first + low, first + high + int(held.itemsize)) if 0 not in shape else None
 
 
+def has_own_memory(tensor: Tensor) -> bool:
+    """Whether no other tensor has the memory of a plain one, and no array can. For every torch."""
+    storage = tensor.untyped_storage()
+    # Held by the tensor and by `storage`; one that has shown an array, or was made of one, can't be resized.
+    return storage.resizable() and cast("Any", torch._C)._storage_Use_Count(storage._cdata) == 2
+
+
 def is_batched(tensor: Tensor) -> bool:
     """Whether a tensor stands for a batch of them, as gradients do under `is_grads_batched=True`. For every torch."""
     return cast("Any", torch._C)._functorch.is_legacy_batchedtensor(tensor)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from itertools import chain, count
 from operator import is_
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, cast
 from weakref import ReferenceType
 
@@ -173,11 +173,6 @@ def slots_of(model: nn.Module, around: Surroundings) -> Slots:
         found |= {name: slot._replace(setter=None, outside=True) for name, slot in kept.slots().items()}
         found[f"the cache of {cache.__qualname__}"] = Slot(cache.cache_info().currsize, cached=True)
     return Slots(found, _outside(around, own.logs).without(own.groups.keys()))
-
-
-def own_slots(model: nn.Module) -> dict[str, Slot]:
-    """The places of a model and its hooks alone."""
-    return _own(model).slots()
 
 
 def _own(model: nn.Module) -> _Collector:
@@ -440,6 +435,8 @@ class _Collector:
                 self.collect(f"{name}[{place}]", inner, held.flat, place, operator.setitem)
         elif issubclass(kind, ReferenceType):
             self.collect(name, held())
+        elif kind is BuiltinFunctionType:  # a method of a list or a tensor
+            self.collect(name, held.__self__)
         elif kind is ContextVar:
             self.collect(f"{name}.get()", held.get(_UNSET), held, None, _put_variable)
         else:
@@ -506,4 +503,4 @@ def _in_slots(held: Any, slots: tuple[MemberSlot, ...], has_dict: bool) -> list[
     return [*(slot.get(held) if slot.is_set(held) else _UNSET for slot in slots), *own, *own.values()]
 
 
-__all__ = ["FEW", "ITEMS", "LENGTH", "ORDER", "AroundSlots", "Slot", "Slots", "hook_name", "own_slots", "slots_of"]
+__all__ = ["FEW", "ITEMS", "LENGTH", "ORDER", "AroundSlots", "Slot", "Slots", "hook_name", "slots_of"]

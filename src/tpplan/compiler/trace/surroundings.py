@@ -20,7 +20,7 @@ import os
 import random
 import sys
 import threading
-from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -42,6 +42,7 @@ from tpplan.compat.tensors import as_bytes, storage_key
 from tpplan.compiler.ir.hidden import ARRAYS, VALUES, hidden_tensors, is_numbers, is_read_only, is_value, rows_in
 from tpplan.state.parts import (
     FACTORY,
+    attributes,
     attributes_of,
     counted,
     functions_in,
@@ -309,7 +310,7 @@ class Surroundings:
     def __init__(self, model: nn.Module) -> None:
         """Look, and remember."""
         self._model = model
-        self._noted = _looked_through(_own_kinds({type(module) for _, module in named_modules(model)}), model)
+        self._noted = _looked_through(model)
         self.spaces, self.files, self.values = self._noted.spaces, self._noted.files, self._noted.values
         self.functions, self.large = self._noted.own_functions, self._noted.large
         self.remembered = self._noted.remembered  # of what was looked through once, by who has
@@ -410,23 +411,51 @@ def other_files() -> Generator[None]:
         _known.noted = before
 
 
-def _looked_through(kinds: set[type], model: nn.Module) -> _Noted:
-    """What stands in the spaces of classes and hooks; looked through once in a block of `same_files`."""
+def _looked_through(model: nn.Module) -> _Noted:
+    """What stands in the spaces of a model's classes and hooks; looked through once in a block of `same_files`."""
     hooks = [*global_hooks(), *(hook for _, module in named_modules(model) for hook in hooks_of(module))]
-    held = [h for _, module in named_modules(model) for h in vars(module).values() if type(h) is FunctionType]
-    called = [each for each in map(_plain_function, (*held, *hooks)) if not _is_ours(each)]
+    held = [*_held_code(model)]
+    classes = [each for each in held if isinstance(each, type)]
+    kinds = _own_kinds([*(type(module) for _, module in named_modules(model)), *classes])
+    functions = [each for each in held if isinstance(each, FunctionType)]
+    called = [each for each in map(_plain_function, (*functions, *hooks)) if not _is_ours(each)]
     code: set[object] = {f.__code__ if isinstance(f, FunctionType) else type(f) for f in called}
     key = (frozenset(kinds), frozenset(code), len(sys.modules))
     known = {} if _known.noted is None else _known.noted
     if key not in known:
-        known[key] = _Noted([*_spaces(kinds, called)])
+        known[key] = _Noted([*_told_apart(_spaces(kinds, called))])
     return known[key]
 
 
-def _own_kinds(kinds: Iterable[type]) -> set[type]:
+def _held_code(model: nn.Module) -> Iterator[Any]:
+    """The functions, and the classes of the user's, of what modules hold, to the bottom."""
+    waiting = [held for _, module in named_modules(model) for name, held in vars(module).items() if name not in _STOCK]
+    seen = set[int]()
+    while waiting:
+        item = waiting.pop()
+        kind = cast("Any", type(item))
+        if kind in _PLAIN_ATTRIBUTES or id(item) in seen or issubclass(kind, (Tensor, nn.Module, ModuleType)):
+            continue
+        seen.add(id(item))
+        if kind is FunctionType or (issubclass(kind, type) and not is_library(item.__module__)):
+            yield item
+        elif kind is MethodType:
+            waiting += (item.__self__, item.__func__)
+        elif issubclass(kind, functools.partial):
+            waiting += (item.func, item.args, item.keywords)
+        elif stored_as(kind) is not None:
+            items = stored_in(item)[1]
+            waiting += items if rows_in(items) is None else ()
+        if not is_library(kind.__module__):
+            yield kind
+            waiting += [inner for _, inner in attributes(item)]
+
+
+def _own_kinds(kinds: Iterable[type]) -> list[type]:
     """The classes, and those that they derive from, that are neither torch's nor made for a sharded model."""
-    found = {base for kind in kinds for base in kind.__mro__ if base.__module__.partition(".")[0] not in _OURS}
-    return {kind for kind in found if not kind.__bases__[0].__module__.startswith("tpplan.runtime.")}
+    every = dict.fromkeys(base for kind in dict.fromkeys(kinds) for base in kind.__mro__)
+    found = [kind for kind in every if kind.__module__.partition(".")[0] not in _OURS]
+    return [kind for kind in found if not kind.__bases__[0].__module__.startswith("tpplan.runtime.")]
 
 
 def _dicts(held: Mapping[str, Any]) -> Iterator[tuple[str, dict[Any, Any]]]:
@@ -437,7 +466,15 @@ def _dicts(held: Mapping[str, Any]) -> Iterator[tuple[str, dict[Any, Any]]]:
                 yield leaf, inner  # pyright: ignore[reportUnknownVariableType]
 
 
-def _spaces(kinds: set[type], called: Sequence[Any]) -> Iterator[tuple[str, Space]]:
+def _told_apart(spaces: Iterable[tuple[str, Space]]) -> Iterator[tuple[str, Space]]:
+    """By names of their own: classes that are made in functions may be called alike."""
+    seen = Counter[str]()
+    for name, space in spaces:
+        seen[name] += 1
+        yield name if seen[name] == 1 else f"{name} (number {seen[name]})", space
+
+
+def _spaces(kinds: list[type], called: Sequence[Any]) -> Iterator[tuple[str, Space]]:
     """The classes, the files that they are written in, and further files of the user's that these take from."""
     for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__)):
         yield f"{kind.__module__}.{kind.__qualname__}", Space(kind)
@@ -455,9 +492,10 @@ def _spaces(kinds: set[type], called: Sequence[Any]) -> Iterator[tuple[str, Spac
         seen[name] = module
         yield name, Space(module)
         own = not is_library(name)
+        for kind in _classes_of(module) if own else ():
+            if kind not in kinds:
+                yield f"{name}.{kind.__qualname__}", Space(kind)
         for leaf, item in list(vars(module).items()):
-            if own and isinstance(item, type) and item.__module__ == name and item not in kinds:
-                yield f"{name}.{item.__qualname__}", Space(item)
             home: str | None = item.__name__ if isinstance(item, ModuleType) else getattr(item, "__module__", None)
             if home is None or home in seen or not isinstance(item, (FunctionType, type, ModuleType, _CACHE)):
                 continue
@@ -465,6 +503,17 @@ def _spaces(kinds: set[type], called: Sequence[Any]) -> Iterator[tuple[str, Spac
             outside = home.partition(".")[0] not in sys.stdlib_module_names
             if near or (own and not isinstance(item, type) and outside) or not is_library(home):
                 (inner.add if home == f"{name}.{leaf}" else waiting.append)(home)
+
+
+def _classes_of(module: ModuleType) -> Iterator[type]:
+    """The classes of a file that have a name there or in another of them, or of which something there is."""
+    waiting, seen = [*vars(module).values()], set[type]()
+    for item in waiting:
+        kind = item if isinstance(item, type) else type(item)
+        if kind not in seen and kind.__module__ == module.__name__:
+            seen.add(kind)
+            waiting += vars(kind).values()
+            yield kind
 
 
 def _asked_for(inner: Collection[str], called: Iterable[Any], files: Mapping[str, ModuleType]) -> Iterator[str]:

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat.subclasses import without_tensor_classes
-from tpplan.compat.tensors import base_of, memory_span, use_count
-from tpplan.compiler.trace.slots import own_slots
+from tpplan.compat.tensors import base_of, has_own_memory, memory_span, use_count
+from tpplan.compiler.trace.slots import slots_of
+from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.runtime.parameters.sharded_tensors import ShardedTensor, refusal
 
 Replaced = tuple[Tensor, Tensor, str]
@@ -91,7 +92,9 @@ def refuse_views(parameters: Iterable[tuple[Tensor, str]]) -> None:
 
 
 def refuse_aliases(model: nn.Module, parameters: Iterable[tuple[Tensor, str]]) -> None:
-    """Refuse what a model keeps in the memory of a parameter, as `weight.data` does: it would keep the old numbers.
+    """Refuse what is kept in the memory of a parameter, as `weight.data` is: it would keep the old numbers.
+
+    Looked through is what a model holds and what is around it, if anything but a parameter has its memory.
 
     Raises:
         StateError: TP140 with both names.
@@ -99,9 +102,9 @@ def refuse_aliases(model: nn.Module, parameters: Iterable[tuple[Tensor, str]]) -
     spans, known = list[tuple[int, int, str]](), {id(parameter) for parameter in model.parameters()}
     for parameter, name in parameters:  # and quantised weights, which may be buffers
         known.add(id(parameter))
-        if (span := memory_span(parameter)) is not None:
+        if (span := memory_span(parameter)) is not None and not has_own_memory(parameter):
             spans.append((*span, name))
-    for place, slot in own_slots(model).items():
+    for place, slot in slots_of(model, Surroundings(model)).items() if spans else ():
         span = memory_span(slot.value) if id(slot.value) not in known else None
         name = None if span is None else next((name for a, b, name in spans if a < span[1] and span[0] < b), None)
         if name is not None:
