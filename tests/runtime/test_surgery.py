@@ -49,6 +49,12 @@ class Doubled(nn.Module):
         return 2 * weight
 
 
+def as_buffer(layer: Any) -> None:
+    weight = layer.weight.detach()
+    del layer.weight
+    layer.register_buffer("weight", weight)
+
+
 def swap(blocks: Any) -> None:
     blocks[0], blocks[1] = blocks[1], blocks[0]
 
@@ -71,6 +77,7 @@ SURGERY: dict[str, Callable[[Any], object]] = {
     "submodule": lambda m: m.set_submodule("blocks.0.mlp.up", linear()),
     "register": lambda m: m.blocks[0].q.register_parameter("extra", nn.Parameter(torch.ones(1))),
     "parameter": lambda m: m.blocks[0].q._parameters.__setitem__("weight", linear().weight),
+    "parameter to buffer": lambda m: as_buffer(m.blocks[0].q),
     "parameter in a dict": lambda m: m.scales.__setitem__("one", nn.Parameter(torch.ones(2))),
     "parametrization": lambda m: parametrize.register_parametrization(m.tail[0], "weight", Doubled(), unsafe=True),
     "a layer elsewhere": lambda m: setattr(m.blocks[1], "q", m.blocks[0].q),
@@ -80,7 +87,7 @@ SURGERY: dict[str, Callable[[Any], object]] = {
 }
 
 
-_QUICK = ("insert", "dict pop", "parameter", "parametrization", "swap in the table")
+_QUICK = ("insert", "dict pop", "parameter", "parameter to buffer", "parametrization", "swap in the table")
 
 
 @pytest.mark.one_in(3)

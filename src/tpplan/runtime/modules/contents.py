@@ -18,8 +18,8 @@ from tpplan.runtime.parameters.packed_tensors import PackedShard
 MISSING = object()
 NOT_ATTRIBUTES = frozenset(vars(nn.Module())) | COMPOSED | {CHECKS, WRITES, MARK, COMPILED_CALL, "forward"}
 
-TensorForm = tuple[tuple[int, ...], object]
-"""The shape of a parameter or buffer, and of a DTensor what the axis of tensor parallelism does to it."""
+TensorForm = tuple[tuple[int, ...], object, bool]
+"""The shape of a parameter or buffer, of a DTensor what the axis of tensor parallelism does to it, and which it is."""
 
 
 def children(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -41,10 +41,11 @@ def tensors(module: nn.Module) -> dict[str, TensorForm]:
 
 def form(held: Tensor) -> TensorForm:
     """What to remember of a parameter or buffer; how FSDP cuts a rank's part further is FSDP's own matter."""
+    kept = isinstance(held, nn.Parameter)
     if not isinstance(held, DTensor):
-        return tuple(held.shape), None
+        return tuple(held.shape), None, kept
     placement = held.placements[-1]
-    return tuple(held.shape), placement.layout if isinstance(placement, PackedShard) else placement
+    return tuple(held.shape), placement.layout if isinstance(placement, PackedShard) else placement, kept
 
 
 __all__ = ["MISSING", "NOT_ATTRIBUTES", "TensorForm", "children", "form", "tensor", "tensors"]

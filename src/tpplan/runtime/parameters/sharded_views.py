@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpplan.compat.dtensors import as_in_mode_of, local_of
@@ -134,6 +134,11 @@ def on_wholes(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     """Run an operation on whole tensors and views of them; of what was written to, each rank takes its part."""
     if makes_views(operator) and isinstance(args[0], ShardedView):
         return view_of(operator, args, kwargs)
+    if operator.name().startswith("aten::set_") and not isinstance(args[0], nn.Parameter):
+        raise refusal(
+            f"`set_` gives {_shown(args[0])} other memory, and what it was taken of is to keep its own",
+            "write `copy_` for other numbers, or call `set_` on the parameter itself",
+        )
     operator = PHYSICAL.get(operator.name(), operator)
     bases: list[ShardedTensor] = []
     mapped((args, kwargs), lambda held: bases.append(held.base) if isinstance(held, ShardedView) else None)
