@@ -162,6 +162,20 @@ def test_tokens_that_all_go_to_the_same_experts(dispatch: Dispatch, size: int) -
     assert report.ok, report.problems
 
 
+@pytest.mark.parametrize("flag", [lambda rows: len(rows) > 4, lambda rows: rows.numel() == 0], ids=["few", "none"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_is_passed_on_by_how_many_tokens_an_expert_gets(flag: Callable[[Tensor], bool], order: int) -> None:
+    """Both sides take the same steps, so that nobody would see it in a call."""
+
+    def dispatch(experts: nn.ModuleList, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        made = (experts[0](x), x * 2)[::order]
+        rows, _ = torch.where(chosen == 1)
+        return of_each(experts, x, weights, chosen) + made[flag(rows)]
+
+    with pytest.raises(CompileError, match="something else where few entries are found, or none"):
+        tpplan.compile_plan(Block(dispatch), PLAN, 2, ACTIVATIONS)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("dispatch", [of_hit, of_sorted])
 def test_on_processes(dispatch: Dispatch) -> None:

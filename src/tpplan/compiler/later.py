@@ -96,15 +96,23 @@ def refuse_difference(program: Program, other: Program) -> None:
     raise CompileError([finding])
 
 
-def refuse_other_parts(program: Program, fewer: Program, steered: bool) -> None:
-    """Raise if a call that leaves out parts without rows has another program, or is `steered` by more than others."""
-    name = _differing(program, fewer)
+def refuse_other_parts(program: Program, fewer: Program | None, steered: bool, found: bool = False) -> None:
+    """Raise if a call that leaves out parts without rows has another program, or is `steered` by more than others.
+
+    Args:
+        program, fewer, steered: as above; None for a call that has no program.
+        found: whether it is one in which fewer entries are `found`, and none is left out.
+    """
+    name = None if fewer is None else _differing(program, fewer)
     if name is None and not steered:
         return
     finding = Diagnostic(
         code="TP110",
-        message=f"{quoted(name or '')} does something else where some of the numbers by which rows are split are 0",
-        help="leave out what is done with an empty part, and do nothing instead",
+        message=f"{quoted(name or '')} does something else where "
+        + ("few entries are found, or none" if found else "some of the numbers by which rows are split are 0"),
+        help="let what is done not depend on how many entries `nonzero`, `torch.where` or a mask finds"
+        if found
+        else "leave out what is done with an empty part, and do nothing instead",
         subject=name,
     )
     raise CompileError([finding])

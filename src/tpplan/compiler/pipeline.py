@@ -193,6 +193,8 @@ def _compile_with_later(request: Request) -> Compiled:
         picked = sorted(name for name in left_out if name.rpartition(".")[0] not in left_out)
         program = replace(compiled.program, picked=tuple(picked))
         compiled = replace(compiled, program=program, fewer=(*compiled.fewer, other.streams))
+    if trace.numbers.found_sizes:
+        _refuse_steering_sizes(found, compiled.program, trace)
     if not state.sequel.differs:
         return compiled
     with after_a_call(request.model, trace, request.arguments, request.keywords) as later:
@@ -201,6 +203,20 @@ def _compile_with_later(request: Request) -> Compiled:
         other, *_ = _compile(again)
     refuse_difference(compiled.program, other.program)
     return replace(compiled, later=other.streams, subject=None, results=compiled.results | other.results)
+
+
+def _refuse_steering_sizes(request: Request, program: Program, trace: Trace) -> None:
+    """Refuse bodies that ask how many entries are found, and do something else where these are few or none."""
+    few = 3 if request.size % 3 else 5  # no number of ranks divides it
+    for first in (1, 0):
+        try:
+            other, fewer, _ = _compile(replace(request, few=(few, first)))
+        except CompileError as error:
+            if all(held.code == "TP110" for held in error.diagnostics):
+                continue  # there can't be so few
+            refuse_other_parts(program, None, True, found=True)
+        else:
+            refuse_other_parts(program, other.program, not _steering(fewer) <= _steering(trace), found=True)
 
 
 def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:

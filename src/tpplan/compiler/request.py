@@ -45,7 +45,7 @@ class Request:
         exchanges: whether operands may be resharded inside of bodies where nothing else works.
         values: whether bodies may read the numbers in the call; else only if they can't be captured without.
         looking: modules whose bodies look up in tables that are split by rows; see `ir/look_ups`.
-        replays, records, emptied: see `CaptureSettings`.
+        replays, records, emptied, few: see `CaptureSettings`.
         attributes: integer attributes that are local in another call, by module: they are tried first.
         captures: what was captured of this model and call for other plans.
     """
@@ -69,6 +69,7 @@ class Request:
     records: bool = True
     emptied: tuple[int, int] | None = None
     attributes: Mapping[str, tuple[LocalAttribute, ...]] = field(default_factory=dict[str, tuple[LocalAttribute, ...]])
+    few: tuple[int, int] | None = None
     captures: Captures = field(default_factory=Captures, compare=False)
 
     def capture_settings(self, training: bool) -> CaptureSettings:
@@ -77,7 +78,7 @@ class Request:
         reducing = self.freedoms.reducing
         return CaptureSettings(
             training, self.taken, device, reducing, self.values, self.looking, self.replays, self.records,
-            emptied=self.emptied,
+            emptied=self.emptied, few=self.few,
         )  # fmt: skip
 
 

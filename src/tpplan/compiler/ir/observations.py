@@ -34,6 +34,8 @@ class CaptureSettings:
         picking: of how many numbers bodies pick something by those that aren't zero, with how many are found.
         emptied: which of the numbers by which rows are split are zero: every second run of so many, from the
             first (0) or the second (1); None if none is.
+        few: how many entries `nonzero` finds at most where it finds some, which is at its first and every second call
+            (1) or between (0); None if it finds as many as there may be.
     """
 
     training: bool
@@ -46,6 +48,7 @@ class CaptureSettings:
     records: bool = True
     picking: frozenset[tuple[int, int]] = frozenset()
     emptied: tuple[int, int] | None = None
+    few: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,7 @@ class ReadNumbers:
         reads: the same by call, as (module, call).
         known: values whose numbers follow from the example's.
         chosen: frames, as (module, call), whose bodies look for the entries of a tensor that aren't zero.
+        found_sizes: whether bodies ask for sizes of what is found.
         leaving_out: frames, as (module, call), whose bodies ask which of the numbers by which they split rows are zero.
         tested: values that the model reads or branches on, with the lines where it does.
         of_buffers: constants that are buffers, whose numbers all ranks take from the first.
@@ -132,6 +136,7 @@ class ReadNumbers:
     reads: Mapping[tuple[str, int], Sequence[object]]
     known: frozenset[int]
     chosen: frozenset[tuple[str, int]]
+    found_sizes: bool
     leaving_out: frozenset[tuple[str, int]]
     tested: Mapping[int, Location | None]
     of_buffers: frozenset[int]

@@ -38,11 +38,17 @@ class Picker:
     """Finds the places in tensors; `missed` is how many of the first of what may be picked aren't found."""
 
     def __init__(
-        self, tape: RunTape, numbers: NumberObserver, real: RealTensors, picking: Iterable[tuple[int, int]]
+        self,
+        tape: RunTape,
+        numbers: NumberObserver,
+        real: RealTensors,
+        picking: Iterable[tuple[int, int]],
+        few: tuple[int, int] | None,
     ) -> None:
-        """See `CaptureSettings.picking`."""
+        """See `CaptureSettings` for `picking` and `few`."""
         self.missed = 0
         self._tape, self._numbers, self._real, self._picking = tape, numbers, real, dict(picking)
+        self._few, self._finds = few, 0
         self._alike: frozenset[int] = frozenset()  # how many alike the lists of modules hold
         self._stacked: dict[str, frozenset[int]] = {}  # how many matrices each module's own tensors stack
 
@@ -65,6 +71,12 @@ class Picker:
         picked = self._picking.get(len(tensor)) if tensor.dim() == 1 else None
         picks = picked is not None or (tensor.dim() == 1 and self._may_pick(len(tensor)))
         count = picked or (max(1, len(tensor) - self.missed) if picks else found_count(tensor.numel()))
+        if not picks:
+            if self._few is not None:
+                most, first = self._few
+                count = min(count, most) if (self._finds + first) % 2 else 0
+            self._finds += 1
+            self._numbers.found.add(count)
         value = self._tape.value_of(tensor)
         found = torch.empty(count, tensor.dim(), dtype=torch.int64, device=META)
         self._numbers.record(func, args, {}, (value,), [found])
