@@ -162,15 +162,26 @@ def test_tokens_that_all_go_to_the_same_experts(dispatch: Dispatch, size: int) -
     assert report.ok, report.problems
 
 
-@pytest.mark.parametrize("flag", [lambda rows: len(rows) > 4, lambda rows: rows.numel() == 0], ids=["few", "none"])
+def hit(chosen: Tensor) -> Tensor:
+    return functional.one_hot(chosen, EXPERTS).sum((0, 1)).nonzero()
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        lambda chosen: len(torch.where(chosen == 1)[0]) > 4,
+        lambda chosen: torch.where(chosen == 1)[0].numel() == 0,
+        lambda chosen: hit(chosen).shape[0] > 4,
+    ],
+    ids=["few", "none", "experts"],
+)
 @pytest.mark.parametrize("order", [1, -1])
-def test_what_is_passed_on_by_how_many_tokens_an_expert_gets(flag: Callable[[Tensor], bool], order: int) -> None:
+def test_what_is_passed_on_by_how_many_are_found_is_refused(flag: Callable[[Tensor], bool], order: int) -> None:
     """Both sides take the same steps, so that nobody would see it in a call."""
 
     def dispatch(experts: nn.ModuleList, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         made = (experts[0](x), x * 2)[::order]
-        rows, _ = torch.where(chosen == 1)
-        return of_each(experts, x, weights, chosen) + made[flag(rows)]
+        return of_each(experts, x, weights, chosen) + made[flag(chosen)]
 
     with pytest.raises(CompileError, match="something else where few entries are found, or none"):
         tpplan.compile_plan(Block(dispatch), PLAN, 2, ACTIVATIONS)

@@ -35,7 +35,7 @@ class CaptureSettings:
         emptied: which of the numbers by which rows are split are zero: every second run of so many, from the
             first (0) or the second (1); None if none is.
         few: how many entries `nonzero` finds at most where it finds some, which is at its first and every second call
-            (1) or between (0); None if it finds as many as there may be.
+            (1) or between (0), with one (1) or all but one (0) of what may be picked; None for as many as there may be.
     """
 
     training: bool

@@ -71,10 +71,11 @@ class Picker:
         picked = self._picking.get(len(tensor)) if tensor.dim() == 1 else None
         picks = picked is not None or (tensor.dim() == 1 and self._may_pick(len(tensor)))
         count = picked or (max(1, len(tensor) - self.missed) if picks else found_count(tensor.numel()))
+        if self._few is not None:
+            most, first = self._few
+            some = min(count, most) if (self._finds + first) % 2 else 0
+            count = some if not picks else count if picked else max(1, (count - 1) * (1 - first))
         if not picks:
-            if self._few is not None:
-                most, first = self._few
-                count = min(count, most) if (self._finds + first) % 2 else 0
             self._finds += 1
             self._numbers.found.add(count)
         value = self._tape.value_of(tensor)
@@ -86,6 +87,7 @@ class Picker:
         first = 0 if picked is not None else len(tensor) - count
         places = torch.arange(first, first + count)[:, None]
         self._real.stand_for(places, found, only_picks=picked is not None)
+        self._numbers.places.add(id(places))
         return places
 
     def distinct(self, args: tuple[Any, ...], tensor: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -178,7 +178,7 @@ class ConstantWatcher(TorchFunctionMode):
         if func is torch.autograd.grad:
             return record_gradient(recorder, args, keywords)
         recorder.asked.calling(func, args)
-        if func in _SIZES and recorder.numbers.found:
+        if func in _SIZES and (recorder.numbers.found or recorder.numbers.places):
             recorder.numbers.sizes_asked(func, args[0])
         if func in HOOKS:
             recorder.gradients.note_tensor_hook(*args, **keywords, accumulated=HOOKS[func])

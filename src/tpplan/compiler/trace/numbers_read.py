@@ -37,7 +37,7 @@ class NumberObserver(Observer):
         known: those that follow from the example's inputs and from constants; None if bodies may read none.
         refused: values that bodies wanted to read, with the calls in which they did.
         chosen: calls, as (module, call), that depend on what is found in a tensor.
-        found: how many entries `nonzero` was told to find.
+        found, places: how many entries `nonzero` was told to find, and the ids of what may pick modules.
         tested: values that the model reads or branches on, with the lines where it does.
     """
 
@@ -47,7 +47,7 @@ class NumberObserver(Observer):
         self._emptied, self._counts = settings.emptied, list[tuple[tuple[str, int], CountedRows]]()
         self.refused: list[tuple[DataDependentError, OpenFrame]] = []
         self.chosen: set[tuple[str, int]] = set()
-        self.found, self._found_sizes = set[int](), False
+        self.found, self.places, self._found_sizes = set[int](), set[int](), False
         self.tested: dict[int, Location | None] = {}
         self._told: dict[tuple[str, int], list[object]] = {}
         self._tape, self._effects = tape, effects
@@ -124,7 +124,7 @@ class NumberObserver(Observer):
 
     def sizes_asked(self, func: Any, tensor: Tensor) -> None:
         """Note that a body asks for sizes, if that tells how many entries are found."""
-        if not self.found.isdisjoint(tensor.shape) and step_of(func, depth=1):
+        if (id(tensor) in self.places or not self.found.isdisjoint(tensor.shape)) and step_of(func, depth=1):
             self._found_sizes = True
 
     def _tell(self, values: Sequence[int], told: object) -> None:
