@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -61,6 +62,7 @@ from tpplan.compiler.rules.propagate import Propagator
 from tpplan.compiler.search import search
 from tpplan.compiler.split_inside import split_inside
 from tpplan.compiler.trace.capture import BodyError, Capture, without_collection
+from tpplan.compiler.trace.passed_on import passes_on_alike
 from tpplan.compiler.trace.preconditions import unfit_findings, unseen_findings
 from tpplan.compiler.trace.signatures import argument_names
 from tpplan.compiler.trace.surroundings import same_files
@@ -206,11 +208,14 @@ def _compile_with_later(request: Request) -> Compiled:
 
 
 def _refuse_steering_sizes(request: Request, program: Program, trace: Trace) -> None:
-    """Refuse bodies that ask how many entries are found, and do something else where these are few or none."""
+    """Refuse bodies that ask how many entries are found, and pass on something else where these are few or none."""
     few = 3 if request.size % 3 else 5  # no number of ranks divides it
-    for first in (1, 0):
+    for least in ((few, None), (sys.maxsize, 0), (sys.maxsize, 1)):
+        tried = replace(request, few=least)
         try:
-            other, fewer, _ = _compile(replace(request, few=(few, first)))
+            if passes_on_alike(trace, _capture(tried, ())[0]):
+                continue
+            other, fewer, _ = _compile(tried)
         except CompileError as error:
             if all(held.code == "TP110" for held in error.diagnostics):
                 continue  # there can't be so few

@@ -69,7 +69,7 @@ class Request:
     records: bool = True
     emptied: tuple[int, int] | None = None
     attributes: Mapping[str, tuple[LocalAttribute, ...]] = field(default_factory=dict[str, tuple[LocalAttribute, ...]])
-    few: tuple[int, int] | None = None
+    few: tuple[int, int | None] | None = None
     captures: Captures = field(default_factory=Captures, compare=False)
 
     def capture_settings(self, training: bool) -> CaptureSettings:

@@ -34,8 +34,8 @@ class CaptureSettings:
         picking: of how many numbers bodies pick something by those that aren't zero, with how many are found.
         emptied: which of the numbers by which rows are split are zero: every second run of so many, from the
             first (0) or the second (1); None if none is.
-        few: how many entries `nonzero` finds at most where it finds some, which is at its first and every second call
-            (1) or between (0), with one (1) or all but one (0) of what may be picked; None for as many as there may be.
+        few: how many entries `nonzero` finds at most; and whether it finds none at every second call, after the first
+            (0) or from it on (1), with one (0) or all but one (1) of what may be picked. None for all that it may find.
     """
 
     training: bool
@@ -48,7 +48,7 @@ class CaptureSettings:
     records: bool = True
     picking: frozenset[tuple[int, int]] = frozenset()
     emptied: tuple[int, int] | None = None
-    few: tuple[int, int] | None = None
+    few: tuple[int, int | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

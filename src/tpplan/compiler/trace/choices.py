@@ -43,7 +43,7 @@ class Picker:
         numbers: NumberObserver,
         real: RealTensors,
         picking: Iterable[tuple[int, int]],
-        few: tuple[int, int] | None,
+        few: tuple[int, int | None] | None,
     ) -> None:
         """See `CaptureSettings` for `picking` and `few`."""
         self.missed = 0
@@ -72,9 +72,11 @@ class Picker:
         picks = picked is not None or (tensor.dim() == 1 and self._may_pick(len(tensor)))
         count = picked or (max(1, len(tensor) - self.missed) if picks else found_count(tensor.numel()))
         if self._few is not None:
-            most, first = self._few
-            some = min(count, most) if (self._finds + first) % 2 else 0
-            count = some if not picks else count if picked else max(1, (count - 1) * (1 - first))
+            most, none = self._few
+            if not picks:
+                count = 0 if none is not None and (self._finds + none) % 2 else min(count, most)
+            elif none is not None and not picked:
+                count = max(1, (count - 1) * none)
         if not picks:
             self._finds += 1
             self._numbers.found.add(count)
