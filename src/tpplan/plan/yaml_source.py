@@ -79,7 +79,7 @@ class _Composer:
             if kind == "DocumentStart":
                 documents += 1
                 if documents > 1:
-                    message, help_text = "a second document begins here", "keep one plan in a file"
+                    message, help_text = "a second document begins here", "keep one document in a file"
                     raise self.problems.stop("TP001", message, self.span(event), help=help_text)
             elif kind not in ("StreamStart", "DocumentEnd", "StreamEnd"):
                 root = self.node(event, 0)
@@ -115,7 +115,7 @@ class _Composer:
         start = self.text.find("!", event.start_mark.index)
         tag = self.text[start:].split(maxsplit=1)[0]
         span = self.source.span(start, start + len(tag))
-        message = f"a plan has no tags, found `{shorten(tag)}`"
+        message = f"tags aren't allowed, found `{shorten(tag)}`"
         self.problems.add("TP018", message, span, label="a tag", help="remove the tag")
 
     def count(self, size: int, event: Any) -> None:
