@@ -187,7 +187,7 @@ def kept_in_a_variable(member: Member) -> str:
     with pytest.raises(tpplan.StateError, match=r"TP140.*`\.data` of `up\.weight` was set to a tensor of shape \[3\]"):
         model.up.weight.data = torch.ones(3)
     with pytest.raises(tpplan.StateError, match=r"TP140.*`set_` gives "):
-        model.up.weight.data.set_(torch.ones(3, dtype=torch.float64))
+        model.up.weight.data.set_(torch.ones(3, dtype=torch.float64))  # pyright: ignore[reportArgumentType]
     with pytest.raises(tpplan.StateError, match=r"TP140.*changes the shape of `up\.weight`"), torch.no_grad():
         model.up.weight.t_()
     return "raised"

@@ -153,7 +153,7 @@ class Changes:
         for module, name in self._writes.inside:
             buffer = own_buffers(module).get(name) if module in self._names else None
             if buffer is not None:
-                self._tensors[module][name] = contents.form(buffer)
+                self._tensors[module][name] = contents.form(buffer, False)
         self._held.settle()
 
     @_tells_unseen()
@@ -282,7 +282,7 @@ class Changes:
             return f"{shown} was added"
         if now is None:
             return f"{shown} was removed"
-        if contents.form(now) != before:
+        if contents.tensors(module)[name] != before:
             return f"{shown} was replaced by a {type(now).__name__} of shape {tuple(now.shape)}"
         return ""
 

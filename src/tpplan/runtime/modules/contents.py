@@ -19,7 +19,7 @@ MISSING = object()
 NOT_ATTRIBUTES = frozenset(vars(nn.Module())) | COMPOSED | {CHECKS, WRITES, MARK, COMPILED_CALL, "forward"}
 
 TensorForm = tuple[tuple[int, ...], object, bool]
-"""The shape of a parameter or buffer, of a DTensor what the axis of tensor parallelism does to it, and which it is."""
+"""The shape of a tensor, of a DTensor what the axis of tensor parallelism does to it, and whether it's a parameter."""
 
 
 def children(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -35,17 +35,19 @@ def tensor(module: nn.Module, name: str) -> Tensor | None:
 
 def tensors(module: nn.Module) -> dict[str, TensorForm]:
     """A module's own parameters and buffers."""
-    held = (*own_parameters(module).items(), *own_buffers(module).items())
-    return {name: form(item) for name, item in held if item is not None}
+    parameters = {name: form(held, True) for name, held in own_parameters(module).items() if held is not None}
+    return parameters | {name: form(held, False) for name, held in own_buffers(module).items() if held is not None}
 
 
-def form(held: Tensor) -> TensorForm:
-    """What to remember of a parameter or buffer; how FSDP cuts a rank's part further is FSDP's own matter."""
-    kept = isinstance(held, nn.Parameter)
+def form(held: Tensor, is_parameter: bool) -> TensorForm:
+    """What to remember of a parameter or buffer; how FSDP cuts a rank's part further is FSDP's own matter.
+
+    A call may be given plain tensors in the place of parameters (`torch.func.functional_call`).
+    """
     if not isinstance(held, DTensor):
-        return tuple(held.shape), None, kept
+        return tuple(held.shape), None, is_parameter
     placement = held.placements[-1]
-    return tuple(held.shape), placement.layout if isinstance(placement, PackedShard) else placement, kept
+    return tuple(held.shape), placement.layout if isinstance(placement, PackedShard) else placement, is_parameter
 
 
 __all__ = ["MISSING", "NOT_ATTRIBUTES", "TensorForm", "children", "form", "tensor", "tensors"]
