@@ -178,6 +178,7 @@ PICTURES: dict[str, Any] = {
         ("LlamaForSequenceClassification", transformers.LlamaConfig(**FIELDS, pad_token_id=0)),
     ],
 )
+@pytest.mark.one_in(3)
 def test_a_model_with_another_head_than_the_shipped_plan_is_for_gets_one(name: str, config: Any) -> None:
     with torch.device("meta"):
         model = getattr(transformers, name)(config)
@@ -272,10 +273,11 @@ def test_ranks_of_a_context_pass_keys_and_values_around() -> None:
 def of_stages(ways: int) -> tuple[tpplan.AdviceRow, tpplan.Advice]:
     """What a GPU that holds nothing is told of, with all checkpointing, and one that holds one of so many stages."""
     options: dict[str, Any] = {"gpus": 1, "batch": 1, "sequence": 32}
-    (row,) = tpplan.advise(llama(), target_memory=1, **options) if ways == 2 else [of_stages(2)[0]]
+    model = llama(num_attention_heads=1, num_key_value_heads=1)  # no other degree compiles
+    (row,) = tpplan.advise(model, target_memory=1, **options) if ways == 2 else [of_stages(2)[0]]
     assert row.memory is not None
     kept = row.memory.parameters + row.memory.gradients + row.memory.optimizer
-    return row, tpplan.advise(llama(), target_memory=row.memory.total - kept + kept // ways + 64, **options)
+    return row, tpplan.advise(model, target_memory=row.memory.total - kept + kept // ways + 64, **options)
 
 
 def test_what_steps_rest_on_is_told() -> None:
