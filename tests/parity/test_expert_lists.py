@@ -187,6 +187,33 @@ def test_what_is_passed_on_by_how_many_are_found_is_refused(flag: Callable[[Tens
         tpplan.compile_plan(Block(dispatch), PLAN, 2, ACTIVATIONS)
 
 
+class Steered(nn.Module):
+    """Does something else where few are found."""
+
+    def __init__(self, how: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.how = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.how(self.up(x), len((x[..., 0] > 0).nonzero())))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda h, n: h.softmax(-1) if n < 4 else h,
+        lambda h, n: (h.softmax(-1), h * 2)[n > 4],
+        lambda h, n: (h.softmax(-1) if h.sum().item() > -1e9 else h) if n < 4 else h,
+    ],
+    ids=["a step more", "unread", "by data"],
+)
+def test_a_step_of_those_where_few_are_found_is_refused(how: Callable[[Tensor, int], Tensor]) -> None:
+    with pytest.raises(CompileError, match="something else where few entries are found, or none"):
+        tpplan.compile_plan(
+            Steered(how), {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}, 2, ACTIVATIONS
+        )
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("dispatch", [of_hit, of_sorted])
 def test_on_processes(dispatch: Dispatch) -> None:

@@ -126,6 +126,27 @@ def test_uneven_heads_that_are_joined_with_the_batch_are_proved_once_for_each_ba
     assert proved.call_count == 2 * 2  # on two ranks, for batches of 2 and 4
 
 
+class AlongLength(nn.Module):
+    """Three heads are joined with a length that ranks share outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, 12), nn.Linear(12, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        y = self.up(self.norm(x)).view(batch, length, 3, 4).reshape(batch, length * 3, 4)
+        y = (y / (1 + y.square().sum(-1, keepdim=True))).view(batch, length, 3, 4).flatten(2)
+        return self.last(x + self.down(y))
+
+
+def test_uneven_heads_that_are_joined_with_a_split_length_are_proved_at_each_length() -> None:
+    calls = [((x(batch, length),), {}) for batch, length in ((3, 8), (2, 12))]
+    rules = MLP | {"norm": "sequence", "last": "sequence"}
+    assert max(worst(seeded(AlongLength), rules, 2, EXAMPLE, calls)) < TOLERANCE
+
+
 class ByGradient(Mlp):
     """What the caller wants a gradient of."""
 

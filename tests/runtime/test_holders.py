@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 import tpplan
 from tests.runtime.owner import batch, train
@@ -267,6 +268,8 @@ class Aliased(nn.Module):
     lambda weight: KEPT.update(w=weight.detach().numpy()),
     lambda weight: KEPT.update(w=(lambda data: lambda: data)(weight.data)),
     lambda weight: weight.data.mean,
+    lambda weight: from_dlpack(to_dlpack(weight.detach())),
+    lambda weight: from_dlpack(to_dlpack(weight)),
 ])  # fmt: skip
 def test_what_has_a_parameters_memory_is_refused_before_anything_is_changed(alias: Any) -> None:
     stock = Aliased(alias)

@@ -35,6 +35,7 @@ _Place = tuple[nn.Module, str]
 _FORWARD, _CLASS = "forward", "__class__"
 _CALLED = (_FORWARD, "__call__")
 _functions = attrgetter(*_CALLED)
+_KINDS = ("buffer", "parameter")
 _EARLIER = (
     "change the stock model before `parallelize`: apply adapters first, and parallelize the adapted model; "
     "`merge_adapter()` of peft merges in place"
@@ -282,7 +283,10 @@ class Changes:
             return f"{shown} was added"
         if now is None:
             return f"{shown} was removed"
-        if contents.tensors(module)[name] != before:
+        found = contents.tensors(module)[name]
+        if found[-1] is not before[-1]:
+            return f"{shown} was a {_KINDS[before[-1]]}, and is a {_KINDS[found[-1]]}"
+        if found != before:
             return f"{shown} was replaced by a {type(now).__name__} of shape {tuple(now.shape)}"
         return ""
 

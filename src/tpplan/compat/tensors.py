@@ -45,7 +45,9 @@ def has_own_memory(tensor: Tensor) -> bool:
     """Whether no other tensor has the memory of a plain one, and no array can. For every torch."""
     storage = tensor.untyped_storage()
     # Held by the tensor and by `storage`; one that has shown an array, or was made of one, can't be resized.
-    return storage.resizable() and cast("Any", torch._C)._storage_Use_Count(storage._cdata) == 2
+    # What DLPack gives others holds the tensor.
+    alone = use_count(tensor) == 1 and cast("Any", torch._C)._storage_Use_Count(storage._cdata) == 2
+    return alone and storage.resizable()
 
 
 def is_batched(tensor: Tensor) -> bool:

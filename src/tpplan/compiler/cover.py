@@ -138,7 +138,10 @@ def cover(subject: Subject, sizes_of: SizesOf, rank: int = 0) -> Cover:
             except NotCoveredError:
                 raise
             except _UnevenError as error:
-                fixed |= named.alike(error.uneven)
+                uneven = named.alike(error.uneven) - fixed
+                if not uneven:
+                    raise NotCoveredError("ranks share a size that isn't even") from error
+                fixed |= uneven
             except Exception as error:  # whatever can't be run on symbols
                 raised = error.__cause__ if isinstance(error, BodyError) and error.__cause__ else error
                 raise NotCoveredError(f"{type(raised).__name__}: {raised}") from error
@@ -192,7 +195,8 @@ class _Named:
 
     def alike(self, symbols: set[str]) -> set[_Alike]:
         """What symbols stand for."""
-        return {alike for alike, made in self._alike.items() if str(expression_of(made)) in symbols}
+        own = {alike: {str(held) for held in expression_of(made).free_symbols} for alike, made in self._alike.items()}
+        return {alike for alike, held in own.items() if held & symbols}
 
     def size(self, name: str, example: int, parts: int = 1) -> Any:
         """A symbolic size, of a dim that so many ranks share; the number itself where that is 0 or 1 on a rank."""

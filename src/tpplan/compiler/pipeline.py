@@ -37,7 +37,7 @@ from tpplan.compiler.emit.program_of import emit
 from tpplan.compiler.emit.substitute import substitute
 from tpplan.compiler.emit.unused_kernels import unused_kernels
 from tpplan.compiler.explain.bounded import bounded
-from tpplan.compiler.explain.failed_captures import of_capture
+from tpplan.compiler.explain.failed_captures import models_own, of_capture
 from tpplan.compiler.explain.ineffective import ineffective_rules
 from tpplan.compiler.explain.neighbours import Neighbours
 from tpplan.compiler.explain.uncovered import uncovered_finding
@@ -213,11 +213,12 @@ def _refuse_steering_sizes(request: Request, program: Program, trace: Trace) -> 
     for least in ((few, None), (sys.maxsize, 0), (sys.maxsize, 1)):
         tried = replace(request, few=least)
         try:
-            if passes_on_alike(trace, _capture(tried, ())[0]):
+            run, _ = _capture(tried, ())
+            if passes_on_alike(trace, run) and _steering(run) <= _steering(trace):
                 continue
             other, fewer, _ = _compile(tried)
         except CompileError as error:
-            if all(held.code == "TP110" for held in error.diagnostics):
+            if models_own(error) is not None:
                 continue  # there can't be so few
             refuse_other_parts(program, None, True, found=True)
         else:

@@ -163,7 +163,7 @@ def _resized(kept: Any, shape: Shape, local: Shape) -> Any:
     if isinstance(kept, str):
         try:
             read = ast.literal_eval(kept)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             return kept
         made = _resized(read, shape, local)
         return kept if made == read else str(made)

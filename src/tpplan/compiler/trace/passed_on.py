@@ -13,12 +13,14 @@ from tpplan.compiler.ir.trace import Operation, Trace
 
 
 def passes_on_alike(one: Trace, other: Trace) -> bool:
-    """Whether what both runs do reads the same values, or ones that come of these by what only one of them does."""
+    """Whether the other run does no more, and reads the same values, or those that what it leaves out reads."""
     keys, others = _keys(one), _keys(other)
     blocks = [(0, 0, len(keys))]
     if keys != others:
         blocks = SequenceMatcher(None, keys, others, autojunk=False).get_matching_blocks()
     pairs = [(i + n, j + n) for i, j, size in blocks for n in range(size)]
+    if len(pairs) < len(others):
+        return False  # the other does what the one doesn't
     read = _origins(one, {i: n for n, (i, _) in enumerate(pairs)})
     given = _origins(other, {j: n for n, (_, j) in enumerate(pairs)})
     return all(

@@ -165,14 +165,15 @@ class Slots(ChainMap[str, Slot]):
 def slots_of(model: nn.Module, around: Surroundings) -> Slots:
     """The places of a model, its hooks and its surroundings that hold numbers, tensors and containers, by name."""
     own = _own(model)
-    found = own.slots()
+    found, logs = own.slots(), own.logs
     for cache in around.caches.values():
         kept = _Collector()  # which changes are seen of: what calls make of it, nobody follows
         for place, held in enumerate(cached_objects(cache)):
             kept.collect(f"what {cache.__qualname__} has returned[{place}]", held)
+        logs = logs or kept.logs
         found |= {name: slot._replace(setter=None, outside=True) for name, slot in kept.slots().items()}
         found[f"the cache of {cache.__qualname__}"] = Slot(cache.cache_info().currsize, cached=True)
-    return Slots(found, _outside(around, own.logs).without(own.groups.keys()))
+    return Slots(found, _outside(around, logs).without(own.groups.keys()))
 
 
 def _own(model: nn.Module) -> _Collector:
