@@ -15,12 +15,13 @@ from tpplan.compiler.ir.trace import Operation, Trace
 def passes_on_alike(one: Trace, other: Trace) -> bool:
     """Whether the other run does no more, and reads the same values, or those that what it leaves out reads."""
     keys, others = _keys(one), _keys(other)
+    left = iter(keys)
+    if not all(key in left for key in others):
+        return False  # the other does what the one doesn't
     blocks = [(0, 0, len(keys))]
     if keys != others:
         blocks = SequenceMatcher(None, keys, others, autojunk=False).get_matching_blocks()
     pairs = [(i + n, j + n) for i, j, size in blocks for n in range(size)]
-    if len(pairs) < len(others):
-        return False  # the other does what the one doesn't
     read = _origins(one, {i: n for n, (i, _) in enumerate(pairs)})
     given = _origins(other, {j: n for n, (_, j) in enumerate(pairs)})
     return all(
