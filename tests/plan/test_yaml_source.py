@@ -23,7 +23,7 @@ def only(text: str) -> Diagnostic:
         ("version: 1\nmodules:\n  *.a: colwise", "3:3", "quote"),
         ("version: 1\nmodules:\n  a: b: c", "3:7", "indentation"),
         ("version: 1\nmodules: {a: colwise", "3:1", "close the bracket"),
-        ("version: 1\n---\nversion: 1", "2:1", "one plan"),
+        ("version: 1\n---\nversion: 1", "2:1", "one document"),
     ],
 )
 def test_a_syntax_error_points_at_the_cause_and_says_what_helps(text: str, place: str, part_of_help: str) -> None:
