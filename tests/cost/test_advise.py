@@ -273,11 +273,10 @@ def test_ranks_of_a_context_pass_keys_and_values_around() -> None:
 def of_stages(ways: int) -> tuple[tpplan.AdviceRow, tpplan.Advice]:
     """What a GPU that holds nothing is told of, with all checkpointing, and one that holds one of so many stages."""
     options: dict[str, Any] = {"gpus": 1, "batch": 1, "sequence": 32}
-    model = llama(num_attention_heads=1, num_key_value_heads=1)  # no other degree compiles
-    (row,) = tpplan.advise(model, target_memory=1, **options) if ways == 2 else [of_stages(2)[0]]
+    (row,) = tpplan.advise(llama(), target_memory=1, **options) if ways == 2 else [of_stages(2)[0]]
     assert row.memory is not None
     kept = row.memory.parameters + row.memory.gradients + row.memory.optimizer
-    return row, tpplan.advise(model, target_memory=row.memory.total - kept + kept // ways + 64, **options)
+    return row, tpplan.advise(llama(), target_memory=row.memory.total - kept + kept // ways + 64, **options)
 
 
 def test_what_steps_rest_on_is_told() -> None:
