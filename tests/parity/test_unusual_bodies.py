@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import pytest
 import torch
@@ -262,6 +262,11 @@ def test_a_caller_may_write_to_the_container_that_it_gets() -> None:
 class Abstract(ABC, nn.Linear):
     """Of no class with a `__dict__` first, so that Python gives its objects other memory than `nn.Linear`'s."""
 
+    derived: ClassVar[list[str]] = []
+
+    def __init_subclass__(cls) -> None:
+        Abstract.derived.append(cls.__name__)
+
 
 class Typed(Generic[T], nn.Linear):
     pass
@@ -282,6 +287,7 @@ def test_a_class_may_have_a_base_without_attributes_first(kind: type[nn.Linear])
     model.up, model.down = kind(8, 16), kind(16, 8)
     report = tpplan.verify(model, PLAN, 2, torch.randn(2, 4, 8, requires_grad=True))
     assert report.ok, report.problems
+    assert len(Abstract.derived) == len({*Abstract.derived})  # a registry has each class once
 
 
 def test_a_class_that_nobody_derives_from_is_refused_by_name() -> None:

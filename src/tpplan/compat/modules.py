@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -152,16 +153,15 @@ def class_over(name: str, base: type[Any], stock: type[Any], members: dict[str, 
     no `__dict__` (`class Layer(ABC, nn.Linear)`, `Generic`), it has to come first here, and only the order in which
     attributes are looked up has `base` before it. For every torch.
     """
-    made: type[Any] = type(name, (base, stock), members)
     if _without_dict(base) is _without_dict(stock):
-        return made
-    order = made.__mro__[1:]
+        return type(name, (base, stock), members)
+    order: list[type[Any]] = [*(kind for kind in base.__mro__ if kind not in stock.__mro__), *stock.__mro__]
+    meta: Any = types.prepare_class(name, (stock, base))[0]
 
-    class Ordered(type(made)):
-        def mro(cls) -> list[type[Any]]:
-            return [cls, *order] if cls.__bases__ == (stock, base) else super().mro()
+    def mro(cls: type[Any]) -> list[type[Any]]:
+        return [cls, *order] if cls.__bases__ == (stock, base) else meta.mro(cls)
 
-    return Ordered(name, (stock, base), members)
+    return type(meta.__name__, (meta,), {"mro": mro})(name, (stock, base), members)
 
 
 def _without_dict(kind: type[Any]) -> type[Any]:

@@ -143,8 +143,11 @@ def why_no_layer(readers: Readers, frame: Frame) -> tuple[str, str, Location | N
     for operation in (node for node in _products(frame) if not passed.isdisjoint(node.inputs)):
         factors = [i for i in operation.inputs if i not in passed]
         if not factors:
-            what = "both factors of a product follow from its input, as where that tells which columns are multiplied"
-            return what, "multiply the whole weight by `torch.where(large, x, 0)`", operation.location
+            what = "both factors of a product follow from its input, as in attention, or where that picks columns"
+            way_out = (
+                "name the parameters that it multiplies by, or multiply a whole weight by `torch.where(large, x, 0)`"
+            )
+            return what, way_out, operation.location
         if not any(_is_own(readers, frame, i) for i in factors):
             what = "it multiplies by what it doesn't make of its parameters and buffers, such as a kept tensor"
             return what, "make the weight in each forward, or register it by `register_buffer`", operation.location

@@ -281,8 +281,11 @@ def _suggest_style(module: nn.Module, name: str) -> str:
         return f"name the linear layers inside it, such as `….{linears[0]}`"
     if any(isinstance(inner, nn.Embedding) for inner in module.modules()):
         return f"write `{name}: replicate`: what wraps the table reads all of it"
-    if any(isinstance(held, torch.Tensor) for held in vars(module).values()):
-        return "register what it multiplies by, by `register_buffer`; or a module of this kind can be `sequence`"
+    if any(isinstance(held, torch.Tensor) and held.dim() > 1 for held in vars(module).values()):
+        return (
+            "if it multiplies by a tensor that it keeps, register that by `register_buffer`; else a module of this "
+            "kind can be `sequence` or `replicate`"
+        )
     return "a module of this kind can be `sequence` or `replicate`"
 
 

@@ -24,7 +24,7 @@ from tpplan.compat.schemas import OpOverload, schema_defaults
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, layout_of, sharded
 
 BIAS = 4
-"""From where on it is among the arguments."""
+"""Its first place among the arguments; before it, of `_scaled_mm_v2`, are lists that say how matrices are scaled."""
 _ELSEWHERE = "needs values that other ranks hold"
 
 

@@ -207,7 +207,7 @@ def _outside(around: Surroundings, logs: bool) -> _Outside:
 
     Args:
         around: what is around it.
-        logs: whether the model itself holds a logger.
+        logs: whether the model, or what a cache has returned, holds a logger.
     """
     known: _Outside | None = around.remembered.get(_outside)
     values = [*(around.values(space) for _, space in around.spaces), {}]

@@ -136,7 +136,7 @@ def on_wholes(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
         return view_of(operator, args, kwargs)
     if operator.name().startswith("aten::set_") and not isinstance(args[0], nn.Parameter):
         raise refusal(
-            f"`set_` gives {_shown(args[0])} other memory, and what it was taken of is to keep its own",
+            f"`set_` gives {_shown(args[0])} other memory than the parameter's",
             "write `copy_` for other numbers, or call `set_` on the parameter itself",
         )
     operator = PHYSICAL.get(operator.name(), operator)
