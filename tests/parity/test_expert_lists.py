@@ -203,9 +203,10 @@ class Steered(nn.Module):
     [
         lambda h, n: h.softmax(-1) if n < 4 else h,
         lambda h, n: (h.softmax(-1), h * 2)[n > 4],
+        lambda h, n: h.softmax(0 if n > 4 else -1),
         lambda h, n: (h.softmax(-1) if h.sum().item() > -1e9 else h) if n < 4 else h,
     ],
-    ids=["a step more", "unread", "by data"],
+    ids=["a step more", "unread", "another dim", "by data"],
 )
 def test_a_step_of_those_where_few_are_found_is_refused(how: Callable[[Tensor, int], Tensor]) -> None:
     with pytest.raises(CompileError, match="something else where few entries are found, or none"):

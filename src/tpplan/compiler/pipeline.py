@@ -196,7 +196,7 @@ def _compile_with_later(request: Request) -> Compiled:
         program = replace(compiled.program, picked=tuple(picked))
         compiled = replace(compiled, program=program, fewer=(*compiled.fewer, other.streams))
     if trace.numbers.found_sizes:
-        _refuse_steering_sizes(found, compiled.program, trace)
+        _refuse_steering_sizes(found, compiled, trace)
     if not state.sequel.differs:
         return compiled
     with after_a_call(request.model, trace, request.arguments, request.keywords) as later:
@@ -207,14 +207,18 @@ def _compile_with_later(request: Request) -> Compiled:
     return replace(compiled, later=other.streams, subject=None, results=compiled.results | other.results)
 
 
-def _refuse_steering_sizes(request: Request, program: Program, trace: Trace) -> None:
+def _refuse_steering_sizes(request: Request, compiled: Compiled, trace: Trace) -> None:
     """Refuse bodies that ask how many entries are found, and pass on something else where these are few or none."""
+    program, subject = compiled.program, compiled.subject
+    replaced = {module.name for module in program.modules if module.experts is not None}
     few = 3 if request.size % 3 else 5  # no number of ranks divides it
     for least in ((few, None), (sys.maxsize, 0), (sys.maxsize, 1)):
         tried = replace(request, few=least)
         try:
             run, _ = _capture(tried, ())
-            if passes_on_alike(trace, run) and _steering(run) <= _steering(trace):
+            layouts = None if subject is None else subject.given.assignment.layouts
+            alike = layouts is not None and passes_on_alike(trace, run, layouts, replaced)
+            if alike and _steering(run) <= _steering(trace):
                 continue
             other, fewer, _ = _compile(tried)
         except CompileError as error:
