@@ -183,7 +183,7 @@ def test_what_is_passed_on_by_how_many_are_found_is_refused(flag: Callable[[Tens
         made = (experts[0](x), x * 2)[::order]
         return of_each(experts, x, weights, chosen) + made[flag(chosen)]
 
-    with pytest.raises(CompileError, match="something else where few entries are found, or none"):
+    with pytest.raises(CompileError, match="something else where few entries are found, none, or all"):
         tpplan.compile_plan(Block(dispatch), PLAN, 2, ACTIVATIONS)
 
 
@@ -204,12 +204,13 @@ class Steered(nn.Module):
         lambda h, n: h.softmax(-1) if n < 4 else h,
         lambda h, n: (h.softmax(-1), h * 2)[n > 4],
         lambda h, n: h.softmax(0 if n > 4 else -1),
+        lambda h, n: h.softmax(-1) if n == 24 else h,
         lambda h, n: (h.softmax(-1) if h.sum().item() > -1e9 else h) if n < 4 else h,
     ],
-    ids=["a step more", "unread", "another dim", "by data"],
+    ids=["a step more", "unread", "another dim", "all", "by data"],
 )
 def test_a_step_of_those_where_few_are_found_is_refused(how: Callable[[Tensor, int], Tensor]) -> None:
-    with pytest.raises(CompileError, match="something else where few entries are found, or none"):
+    with pytest.raises(CompileError, match="something else where few entries are found, none, or all"):
         tpplan.compile_plan(
             Steered(how), {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}, 2, ACTIVATIONS
         )

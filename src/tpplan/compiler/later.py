@@ -96,26 +96,25 @@ def refuse_difference(program: Program, other: Program) -> None:
     raise CompileError([finding])
 
 
-def refuse_other_parts(program: Program, fewer: Program | None, steered: bool, found: bool = False) -> None:
-    """Raise if a call that leaves out parts without rows has another program, or is `steered` by more than others.
+Reason = tuple[str, str]  # where a call does something else, and the way out
+EMPTY_PARTS: Reason = (
+    "some of the numbers by which rows are split are 0",
+    "leave out what is done with an empty part, and do nothing instead",
+)
+OTHER_COUNTS: Reason = (
+    "few entries are found, none, or all",
+    "let what is done not depend on how many entries `nonzero`, `torch.where` or a mask finds",
+)
 
-    Args:
-        program, fewer, steered: as above; None for a call that has no program.
-        found: whether it is one in which fewer entries are `found`, and none is left out.
-    """
-    name = None if fewer is None else _differing(program, fewer)
+
+def refuse_other_rows(program: Program, other: Program | None, steered: bool, reason: Reason) -> None:
+    """Raise if a call of other rows has another program, or none, or is `steered` by more."""
+    name = None if other is None else _differing(program, other)
     if name is None and not steered:
         return
-    finding = Diagnostic(
-        code="TP110",
-        message=f"{quoted(name or '')} does something else where "
-        + ("few entries are found, or none" if found else "some of the numbers by which rows are split are 0"),
-        help="let what is done not depend on how many entries `nonzero`, `torch.where` or a mask finds"
-        if found
-        else "leave out what is done with an empty part, and do nothing instead",
-        subject=name,
-    )
-    raise CompileError([finding])
+    where, way_out = reason
+    message = f"{quoted(name or '')} does something else where {where}"
+    raise CompileError([Diagnostic(code="TP110", message=message, help=way_out, subject=name)])
 
 
 def _differing(program: Program, other: Program) -> str | None:
@@ -155,4 +154,12 @@ def _stored(layout: Layout) -> Layout:
     return REPLICATED if layout == PARTIAL else layout
 
 
-__all__ = ["after_a_call", "before_any_call", "placement_difference", "refuse_difference", "refuse_other_parts"]
+__all__ = [
+    "EMPTY_PARTS",
+    "OTHER_COUNTS",
+    "after_a_call",
+    "before_any_call",
+    "placement_difference",
+    "refuse_difference",
+    "refuse_other_rows",
+]

@@ -45,13 +45,20 @@ from tpplan.compiler.explain.warnings import exchanges, warnings_for
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.facts import Facts
 from tpplan.compiler.ir.layout import Features
-from tpplan.compiler.ir.observations import Asked, Assumption, Sides
+from tpplan.compiler.ir.observations import Asked, Assumption, Found, Sides
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import tensors_in, tensors_of
 from tpplan.compiler.ir.steps import Stream
 from tpplan.compiler.ir.trace import Operation, Path, Trace
 from tpplan.compiler.ladder import UnplacedError, climb
-from tpplan.compiler.later import after_a_call, before_any_call, refuse_difference, refuse_other_parts
+from tpplan.compiler.later import (
+    EMPTY_PARTS,
+    OTHER_COUNTS,
+    after_a_call,
+    before_any_call,
+    refuse_difference,
+    refuse_other_rows,
+)
 from tpplan.compiler.overlap import overlapped
 from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.place.solution import Constraints
@@ -190,13 +197,13 @@ def _compile_with_later(request: Request) -> Compiled:
     found = replace(found, members=compiled.members, attributes=compiled.program.local_attributes)
     for emptied in _EMPTIED if trace.numbers.leaving_out else ():
         other, fewer, _ = _compile(replace(found, emptied=emptied))
-        refuse_other_parts(compiled.program, other.program, not _steering(fewer) <= _steering(trace))
+        refuse_other_rows(compiled.program, other.program, not _steering(fewer) <= _steering(trace), EMPTY_PARTS)
         left_out = {*compiled.program.picked, *compiled.called.keys() - other.called.keys()}
         picked = sorted(name for name in left_out if name.rpartition(".")[0] not in left_out)
         program = replace(compiled.program, picked=tuple(picked))
         compiled = replace(compiled, program=program, fewer=(*compiled.fewer, other.streams))
-    if trace.numbers.found_sizes:
-        _refuse_steering_sizes(found, compiled, trace)
+    if trace.numbers.chosen:
+        _refuse_steering_counts(found, compiled, trace)
     if not state.sequel.differs:
         return compiled
     with after_a_call(request.model, trace, request.arguments, request.keywords) as later:
@@ -207,26 +214,25 @@ def _compile_with_later(request: Request) -> Compiled:
     return replace(compiled, later=other.streams, subject=None, results=compiled.results | other.results)
 
 
-def _refuse_steering_sizes(request: Request, compiled: Compiled, trace: Trace) -> None:
-    """Refuse bodies that ask how many entries are found, and pass on something else where these are few or none."""
+def _refuse_steering_counts(request: Request, compiled: Compiled, trace: Trace) -> None:
+    """Refuse bodies that pass on something else where few entries are found, none, or all."""
     program, subject = compiled.program, compiled.subject
     replaced = {module.name for module in program.modules if module.experts is not None}
     few = 3 if request.size % 3 else 5  # no number of ranks divides it
-    for least in ((few, None), (sys.maxsize, 0), (sys.maxsize, 1)):
-        tried = replace(request, few=least)
+    for found in (Found(few), Found(sys.maxsize, 0), Found(sys.maxsize, 1), Found(None)):
+        tried, run, other = replace(request, found=found), trace, None
         try:
             run, _ = _capture(tried, ())
             layouts = None if subject is None else subject.given.assignment.layouts
             alike = layouts is not None and passes_on_alike(trace, run, layouts, replaced)
             if alike and _steering(run) <= _steering(trace):
                 continue
-            other, fewer, _ = _compile(tried)
+            other, run, _ = _compile(tried)
         except CompileError as error:
             if models_own(error) is not None:
-                continue  # there can't be so few
-            refuse_other_parts(program, None, True, found=True)
-        else:
-            refuse_other_parts(program, other.program, not _steering(fewer) <= _steering(trace), found=True)
+                continue  # so many can't be found
+        steered = other is None or not _steering(run) <= _steering(trace)
+        refuse_other_rows(program, None if other is None else other.program, steered, OTHER_COUNTS)
 
 
 def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:

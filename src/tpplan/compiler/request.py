@@ -17,7 +17,7 @@ from tpplan.compiler.bind.wrappers import Members
 from tpplan.compiler.ir.freedoms import Freedoms
 from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.locations import Location
-from tpplan.compiler.ir.observations import CaptureSettings
+from tpplan.compiler.ir.observations import CaptureSettings, Found
 from tpplan.compiler.ir.program import LocalAttribute
 from tpplan.compiler.ir.trace import Path
 from tpplan.compiler.trace.branches import Captures
@@ -45,7 +45,7 @@ class Request:
         exchanges: whether operands may be resharded inside of bodies where nothing else works.
         values: whether bodies may read the numbers in the call; else only if they can't be captured without.
         looking: modules whose bodies look up in tables that are split by rows; see `ir/look_ups`.
-        replays, records, emptied, few: see `CaptureSettings`.
+        replays, records, emptied, found: see `CaptureSettings`.
         attributes: integer attributes that are local in another call, by module: they are tried first.
         captures: what was captured of this model and call for other plans.
     """
@@ -69,7 +69,7 @@ class Request:
     records: bool = True
     emptied: tuple[int, int] | None = None
     attributes: Mapping[str, tuple[LocalAttribute, ...]] = field(default_factory=dict[str, tuple[LocalAttribute, ...]])
-    few: tuple[int, int | None] | None = None
+    found: Found | None = None
     captures: Captures = field(default_factory=Captures, compare=False)
 
     def capture_settings(self, training: bool) -> CaptureSettings:
@@ -78,7 +78,7 @@ class Request:
         reducing = self.freedoms.reducing
         return CaptureSettings(
             training, self.taken, device, reducing, self.values, self.looking, self.replays, self.records,
-            emptied=self.emptied, few=self.few,
+            emptied=self.emptied, found=self.found,
         )  # fmt: skip
 
 

@@ -11,11 +11,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, MappingProxyType
+from typing import NamedTuple
 
 import torch
 
 from tpplan.compiler.ir.facts import Facts, Path
 from tpplan.compiler.ir.locations import Location
+
+
+class Found(NamedTuple):
+    """How many entries `nonzero` finds.
+
+    Attributes:
+        most: so many at the most; None for all that are looked through.
+        none_at: where every second call finds none, whether the first does (1) or not (0); then all but one (1) of what
+            may be picked is found, or one (0).
+    """
+
+    most: int | None
+    none_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +48,7 @@ class CaptureSettings:
         picking: of how many numbers bodies pick something by those that aren't zero, with how many are found.
         emptied: which of the numbers by which rows are split are zero: every second run of so many, from the
             first (0) or the second (1); None if none is.
-        few: how many entries `nonzero` finds at most; and whether it finds none at every second call, after the first
-            (0) or from it on (1), with one (0) or all but one (1) of what may be picked. None for all that it may find.
+        found: how many entries `nonzero` finds; None for a part of them.
     """
 
     training: bool
@@ -48,7 +61,7 @@ class CaptureSettings:
     records: bool = True
     picking: frozenset[tuple[int, int]] = frozenset()
     emptied: tuple[int, int] | None = None
-    few: tuple[int, int | None] | None = None
+    found: Found | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +139,6 @@ class ReadNumbers:
         reads: the same by call, as (module, call).
         known: values whose numbers follow from the example's.
         chosen: frames, as (module, call), whose bodies look for the entries of a tensor that aren't zero.
-        found_sizes: whether bodies ask for sizes of what is found.
         leaving_out: frames, as (module, call), whose bodies ask which of the numbers by which they split rows are zero.
         tested: values that the model reads or branches on, with the lines where it does.
         of_buffers: constants that are buffers, whose numbers all ranks take from the first.
@@ -136,7 +148,6 @@ class ReadNumbers:
     reads: Mapping[tuple[str, int], Sequence[object]]
     known: frozenset[int]
     chosen: frozenset[tuple[str, int]]
-    found_sizes: bool
     leaving_out: frozenset[tuple[str, int]]
     tested: Mapping[int, Location | None]
     of_buffers: frozenset[int]

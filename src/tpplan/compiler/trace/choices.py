@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from tpplan.compat.dtensors import local_of
 from tpplan.compat.modules import own_parameters
 from tpplan.compat.schemas import OpOverload
+from tpplan.compiler.ir.observations import Found
 from tpplan.compiler.ir.trace import Frame, Operation, Trace, Value
 from tpplan.compiler.trace.counts import found_count
 from tpplan.compiler.trace.meta_results import META
@@ -43,12 +44,12 @@ class Picker:
         numbers: NumberObserver,
         real: RealTensors,
         picking: Iterable[tuple[int, int]],
-        few: tuple[int, int | None] | None,
+        found: Found | None,
     ) -> None:
-        """See `CaptureSettings` for `picking` and `few`."""
+        """See `CaptureSettings` for `picking` and `found`."""
         self.missed = 0
         self._tape, self._numbers, self._real, self._picking = tape, numbers, real, dict(picking)
-        self._few, self._finds = few, 0
+        self._found, self._finds = found, 0
         self._alike: frozenset[int] = frozenset()  # how many alike the lists of modules hold
         self._stacked: dict[str, frozenset[int]] = {}  # how many matrices each module's own tensors stack
 
@@ -71,15 +72,15 @@ class Picker:
         picked = self._picking.get(len(tensor)) if tensor.dim() == 1 else None
         picks = picked is not None or (tensor.dim() == 1 and self._may_pick(len(tensor)))
         count = picked or (max(1, len(tensor) - self.missed) if picks else found_count(tensor.numel()))
-        if self._few is not None:
-            most, none = self._few
+        if self._found is not None:
+            most, none_at = self._found
             if not picks:
-                count = 0 if none is not None and (self._finds + none) % 2 else min(count, most)
-            elif none is not None and not picked:
-                count = max(1, (count - 1) * none)
+                some = tensor.numel() if most is None else min(count, most)
+                count = 0 if none_at is not None and (self._finds + none_at) % 2 else some
+            elif none_at is not None and not picked:
+                count = max(1, (count - 1) * none_at)
         if not picks:
             self._finds += 1
-            self._numbers.found.add(count)
         value = self._tape.value_of(tensor)
         found = torch.empty(count, tensor.dim(), dtype=torch.int64, device=META)
         self._numbers.record(func, args, {}, (value,), [found])
@@ -89,7 +90,6 @@ class Picker:
         first = 0 if picked is not None else len(tensor) - count
         places = torch.arange(first, first + count)[:, None]
         self._real.stand_for(places, found, only_picks=picked is not None)
-        self._numbers.places.add(id(places))
         return places
 
     def distinct(self, args: tuple[Any, ...], tensor: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -36,7 +36,6 @@ from tpplan.compiler.trace.taken_gradients import record_gradient
 _POSITION_OF_DATA = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
 _VALUE_READS: frozenset[Any] = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__))  # pyright: ignore
 _INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__))
-_SIZES: frozenset[Any] = frozenset((Tensor.shape.__get__, Tensor.size, Tensor.__len__, Tensor.numel, Tensor.nelement))  # pyright: ignore
 
 
 def _index_of(index: Any) -> Any:
@@ -178,8 +177,6 @@ class ConstantWatcher(TorchFunctionMode):
         if func is torch.autograd.grad:
             return record_gradient(recorder, args, keywords)
         recorder.asked.calling(func, args)
-        if func in _SIZES and (recorder.numbers.found or recorder.numbers.places):
-            recorder.numbers.sizes_asked(func, args[0])
         if func in HOOKS:
             recorder.gradients.note_tensor_hook(*args, **keywords, accumulated=HOOKS[func])
         if func is Tensor.to or (keywords and keywords.get("device") is not None):

@@ -19,7 +19,6 @@ from torch import Tensor
 from tpplan.compat.schemas import OpOverload
 from tpplan.compiler.ir.locations import Location, location_now
 from tpplan.compiler.ir.observations import CaptureSettings, ReadNumbers
-from tpplan.compiler.ir.steps import step_of
 from tpplan.compiler.ir.trace import Operation
 from tpplan.compiler.trace.counts import CountedRows, RowCount, is_counts
 from tpplan.compiler.trace.effects import EffectObserver
@@ -37,7 +36,6 @@ class NumberObserver(Observer):
         known: those that follow from the example's inputs and from constants; None if bodies may read none.
         refused: values that bodies wanted to read, with the calls in which they did.
         chosen: calls, as (module, call), that depend on what is found in a tensor.
-        found, places: how many entries `nonzero` was told to find, and the ids of what may pick modules.
         tested: values that the model reads or branches on, with the lines where it does.
     """
 
@@ -47,7 +45,6 @@ class NumberObserver(Observer):
         self._emptied, self._counts = settings.emptied, list[tuple[tuple[str, int], CountedRows]]()
         self.refused: list[tuple[DataDependentError, OpenFrame]] = []
         self.chosen: set[tuple[str, int]] = set()
-        self.found, self.places, self._found_sizes = set[int](), set[int](), False
         self.tested: dict[int, Location | None] = {}
         self._told: dict[tuple[str, int], list[object]] = {}
         self._tape, self._effects = tape, effects
@@ -121,11 +118,6 @@ class NumberObserver(Observer):
     def choose(self) -> None:
         """Note that the body that runs depends on what is found in a tensor, in its sizes alone."""
         self.chosen.add(self._tape.frames[-1].key)
-
-    def sizes_asked(self, func: Any, tensor: Tensor) -> None:
-        """Note that a body asks for sizes, if that tells how many entries are found."""
-        if (id(tensor) in self.places or not self.found.isdisjoint(tensor.shape)) and step_of(func, depth=1):
-            self._found_sizes = True
 
     def _tell(self, values: Sequence[int], told: object) -> None:
         self._told.setdefault(self._tape.frames[-1].key, []).append(told)
@@ -201,7 +193,6 @@ class NumberObserver(Observer):
             reads={call: tuple(told) for call, told in self._told.items()},
             known=frozenset() if known is None else known.values,
             chosen=frozenset(self.chosen),
-            found_sizes=self._found_sizes,
             leaving_out=frozenset(call for call, counts in self._counts if counts.asked),
             tested=dict(self.tested),
             of_buffers=frozenset(value for value in constants if tape.storage_of(value) in storages),

@@ -8,7 +8,10 @@ h.softmax(0 if len(rows) > 4 else -1)     ->   not alike: only sizes may be othe
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Any
+from itertools import repeat
+from typing import Any, cast
+
+import torch
 
 from tpplan.compat.schemas import schema_defaults
 from tpplan.compiler.ir.layout import REPLICATED, Layout
@@ -26,37 +29,48 @@ def passes_on_alike(one: Trace, other: Trace, layouts: Mapping[int, Layout], rep
         layouts: of the values of the one: what takes the place of another lies as that does.
         replaced: modules with other bodies, whose values have no layouts; what these do is proved for any rows.
     """
-    steps, others = [*one.root.in_order()], [*other.root.in_order()]
-    left, places = enumerate(map(_key, steps)), dict[int, int]()
-    for place, key in enumerate(map(_key, others)):
-        found = next((i for i, held in left if held == key), None)
-        if found is None or _settings(steps[found][1]) != _settings(others[place][1]):
-            return False
-        places[found] = place
     names = {name: value for value, held in one.stored.items() for name in held}
-    known, zeros = {value: frozenset((value,)) for value in one.stored}, set[int]()
     alike = {value: names[held[0]] for value, held in other.stored.items()}
-    for place, (frame, step) in enumerate(steps):
+    known = {value: frozenset((value,)) for value in one.stored}  # of the one's values those that the other has, too
+    zeros, live = set[int](), _live(other)
+
+    def is_same(value: int, given: int, module: str) -> bool:
+        """Whether what the other run reads may take the place of a value."""
+        of, held = known.get(value, frozenset[int]()), alike.get(given)
+        if given not in live:
+            return True
+        if held is None and not of:  # neither was made by a step, nor is stored
+            numbers, others = one.values[value].numbers, other.values[given].numbers
+            return numbers is others or (numbers is not None and others is not None and torch.equal(numbers, others))
+        here, there = layouts.get(held or 0, REPLICATED), layouts.get(value, REPLICATED)
+        return held in of and (here == there or module in replaced or (held in zeros and there.forward == "P"))
+
+    left = [*other.root.in_order()][::-1]
+    for frame, step in one.root.in_order():
         read, made = _values(step)
-        origins = [known.get(value, frozenset[int]()) for value in read]
-        if place not in places:
-            through = frozenset[int]().union(*origins)
-            known |= {value: through or frozenset((value,)) for value in made if value is not None}
-            continue
-        own_read, own_made = _values(others[places[place]][1])
-        for value, of, given in zip(read, origins, own_read, strict=True):
-            held = alike.get(given)
-            if held is None and not of:
-                continue  # neither was made by a step, nor is stored
-            here, there = layouts.get(held or 0, REPLICATED), layouts.get(value, REPLICATED)
-            lies = here == there or frame.module in replaced or (held in zeros and there.forward == "P")
-            if held not in of or not lies:
-                return False
-        if step.is_a("zeros") if isinstance(step, Operation) else step.source in zeros:
-            zeros.update(value for value in made if value is not None)
-        known |= {value: frozenset((value,)) for value in made if value is not None}
-        alike |= {a: b for a, b in zip(own_made, made, strict=True) if a is not None and b is not None}
-    return True
+        if left and _key((frame, step)) == _key(left[-1]) and _settings(step) == _settings(left[-1][1]):
+            own_read, own_made = _values(left[-1][1])
+            if len(read) == len(own_read) and all(map(is_same, read, own_read, repeat(frame.module))):
+                left.pop()
+                if step.is_a("zeros") if isinstance(step, Operation) else step.source in zeros:
+                    zeros.update(value for value in made if value is not None)
+                known |= {value: frozenset((value,)) for value in made if value is not None}
+                alike |= {a: b for a, b in zip(own_made, made, strict=True) if a is not None and b is not None}
+                continue
+        through = frozenset[int]().union(*(known.get(value, frozenset[int]()) for value in read))
+        known |= {value: through or frozenset((value,)) for value in made if value is not None}
+    return not left
+
+
+def _live(trace: Trace) -> set[int]:
+    """The values that operations read, or that are returned."""
+    found = {crossing.source for crossing in trace.root.exits}
+    for _, node in [*trace.root.in_order()][::-1]:
+        if isinstance(node, Operation):
+            found.update(node.inputs)
+        elif node.target in found:
+            found.add(node.source)
+    return found
 
 
 def _key(step: Step) -> Hashable:
@@ -77,7 +91,8 @@ def _settings(node: Operation | Crossing) -> dict[str, Any]:
 def _setting(held: Any, is_length: bool) -> Any:
     if isinstance(held, (tuple, list)):
         return tuple(_setting(item, is_length) for item in held)  # pyright: ignore[reportUnknownVariableType]
-    return type(held) if isinstance(held, Reference) or is_length else held
+    kind = cast("Any", type(held))
+    return kind if isinstance(held, Reference) or is_length else held
 
 
 def _values(node: Operation | Crossing) -> tuple[Sequence[int], Sequence[int | None]]:

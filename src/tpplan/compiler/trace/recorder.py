@@ -80,7 +80,7 @@ class Recorder(RunTape):
         self.steps = StepObserver(self)
         self.asked = AskedObserver(self)
         self.real = RealTensors(self, self.numbers)
-        self.picker = Picker(self, self.numbers, self.real, settings.picking, settings.few)
+        self.picker = Picker(self, self.numbers, self.real, settings.picking, settings.found)
         self.observers = (self.numbers, self.draws, self.gradients, self.origins)
         self._packing = packs_saved_tensors()
 
