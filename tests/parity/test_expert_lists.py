@@ -190,12 +190,23 @@ def test_what_is_passed_on_by_how_many_are_found_is_refused(flag: Callable[[Tens
 class Steered(nn.Module):
     """Does something else where few are found."""
 
-    def __init__(self, how: Callable[[Tensor, int], Tensor]) -> None:
+    def __init__(self, how: Callable[[Tensor, int], Tensor], asked: Callable[[Tensor], int] = len) -> None:
         super().__init__()
-        self.up, self.down, self.how = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH), how
+        self.up, self.down, self.how, self.asked = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH), how, asked
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.how(self.up(x), len((x[..., 0] > 0).nonzero())))
+        return self.down(self.how(self.up(x), self.asked((x[..., 0] > 0).nonzero())))
+
+
+class LeftOut(nn.Module):
+    """Parameters of its own, of which it uses none where few are found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.randn(WIDTH, 16)), nn.Parameter(torch.randn(16, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.w).relu() @ self.v if len((x[..., 0] > 0).nonzero()) > 4 else x
 
 
 @pytest.mark.parametrize(
@@ -214,6 +225,27 @@ def test_a_step_of_those_where_few_are_found_is_refused(how: Callable[[Tensor, i
         tpplan.compile_plan(
             Steered(how), {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}, 2, ACTIVATIONS
         )
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda rows: rows.flatten().numel(),
+        lambda rows: len(torch.cat([rows, rows])),
+        lambda rows: torch.numel(rows),
+        lambda rows: sum(1 for _ in rows),
+    ],
+    ids=["flattened", "joined", "numel", "iterated"],
+)
+def test_it_is_refused_however_the_number_is_asked_for(asked: Callable[[Tensor], int]) -> None:
+    model = Steered(lambda h, n: h.softmax(-1) if n < 8 else h, asked)
+    with pytest.raises(CompileError, match="something else where few entries are found, none, or all"):
+        tpplan.compile_plan(model, {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}, 2, ACTIVATIONS)
+
+
+def test_what_is_left_out_leaves_nothing_that_lies_otherwise() -> None:
+    with pytest.raises(CompileError, match="something else where few entries are found, none, or all"):
+        tpplan.compile_plan(LeftOut(), {"version": 1, "modules": {"w": "colwise", "v": "rowwise"}}, 2, ACTIVATIONS)
 
 
 @pytest.mark.processes
