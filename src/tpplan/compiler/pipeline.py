@@ -45,7 +45,7 @@ from tpplan.compiler.explain.warnings import exchanges, warnings_for
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.facts import Facts
 from tpplan.compiler.ir.layout import Features
-from tpplan.compiler.ir.observations import Asked, Assumption, Found, Sides
+from tpplan.compiler.ir.observations import Asked, Assumption, FoundCount, Sides
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import tensors_in, tensors_of
 from tpplan.compiler.ir.steps import Stream
@@ -219,7 +219,7 @@ def _refuse_steering_counts(request: Request, compiled: Compiled, trace: Trace) 
     program, subject = compiled.program, compiled.subject
     replaced = {module.name for module in program.modules if module.experts is not None}
     few = 3 if request.size % 3 else 5  # no number of ranks divides it
-    for found in (Found(few), Found(sys.maxsize, 0), Found(sys.maxsize, 1), Found(None)):
+    for found in (FoundCount(few), FoundCount(sys.maxsize, 0), FoundCount(sys.maxsize, 1), FoundCount(None)):
         tried, run, other = replace(request, found=found), trace, None
         try:
             run, _ = _capture(tried, ())

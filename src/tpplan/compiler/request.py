@@ -17,7 +17,7 @@ from tpplan.compiler.bind.wrappers import Members
 from tpplan.compiler.ir.freedoms import Freedoms
 from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.locations import Location
-from tpplan.compiler.ir.observations import CaptureSettings, Found
+from tpplan.compiler.ir.observations import CaptureSettings, FoundCount
 from tpplan.compiler.ir.program import LocalAttribute
 from tpplan.compiler.ir.trace import Path
 from tpplan.compiler.trace.branches import Captures
@@ -69,7 +69,7 @@ class Request:
     records: bool = True
     emptied: tuple[int, int] | None = None
     attributes: Mapping[str, tuple[LocalAttribute, ...]] = field(default_factory=dict[str, tuple[LocalAttribute, ...]])
-    found: Found | None = None
+    found: FoundCount | None = None
     captures: Captures = field(default_factory=Captures, compare=False)
 
     def capture_settings(self, training: bool) -> CaptureSettings:

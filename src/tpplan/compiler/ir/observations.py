@@ -19,7 +19,7 @@ from tpplan.compiler.ir.facts import Facts, Path
 from tpplan.compiler.ir.locations import Location
 
 
-class Found(NamedTuple):
+class FoundCount(NamedTuple):
     """How many entries `nonzero` finds.
 
     Attributes:
@@ -61,7 +61,7 @@ class CaptureSettings:
     records: bool = True
     picking: frozenset[tuple[int, int]] = frozenset()
     emptied: tuple[int, int] | None = None
-    found: Found | None = None
+    found: FoundCount | None = None
 
 
 @dataclass(frozen=True, slots=True)

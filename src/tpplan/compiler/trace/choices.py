@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tpplan.compat.dtensors import local_of
 from tpplan.compat.modules import own_parameters
 from tpplan.compat.schemas import OpOverload
-from tpplan.compiler.ir.observations import Found
+from tpplan.compiler.ir.observations import FoundCount
 from tpplan.compiler.ir.trace import Frame, Operation, Trace, Value
 from tpplan.compiler.trace.counts import found_count
 from tpplan.compiler.trace.meta_results import META
@@ -44,7 +44,7 @@ class Picker:
         numbers: NumberObserver,
         real: RealTensors,
         picking: Iterable[tuple[int, int]],
-        found: Found | None,
+        found: FoundCount | None,
     ) -> None:
         """See `CaptureSettings` for `picking` and `found`."""
         self.missed = 0
