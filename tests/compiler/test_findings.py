@@ -76,6 +76,7 @@ ELSEWHERE = {
     "TP136": "runtime/test_watch.py",
     "TP128": "parity/test_backward.py",
     "TP138": "parity/test_inner_gradients.py",
+    "TP139": "runtime/test_watch.py",
     "TP175": "runtime/test_recompute.py",
     "TP176": "runtime/test_lost_ranks.py",
     "TP177": "runtime/test_lockstep.py",

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import tpplan
-from tests.compiler.toys import HIDDEN, MLP, Mlp
+from tests.compiler.toys import HIDDEN, MLP, Mlp, plan_of
 from tests.runtime.simulated import on_ranks, worst
 from tests.runtime.world import Member, world
 from tpplan.calls.guard import CallGuard
@@ -282,8 +282,23 @@ def set_class(model: Any) -> None:
     model.blocks[0].q.__class__ = Twice
 
 
+def hide_weight(model: Any) -> None:
+    vars(model.blocks[0].q)["weight"] = torch.zeros(HIDDEN, HIDDEN, dtype=torch.float64)
+
+
+def hide_bias(model: Any) -> None:
+    object.__setattr__(model.blocks[0].mlp.down, "bias", None)
+
+
+def hide_layer(model: Any) -> None:
+    vars(model.blocks[1])["o"] = nn.Linear(HIDDEN, HIDDEN).double()
+
+
 REFUSED: dict[Callable[[Any], None], str] = {
-    adapt: "`blocks.0.q`, a `ColwiseLinear`, was replaced by a `Lora`",
+    hide_weight: "`blocks.0.q.weight` was hidden by something in the `__dict__` of its module",
+    hide_bias: "`blocks.0.mlp.down.bias` was hidden",
+    hide_layer: "`blocks.1.o` was hidden",
+    adapt: "`blocks.0.q`, a `Linear`, was replaced by a `Lora`",
     replace: "`blocks.0.act`, a `GELU`, was replaced by a `ReLU`",
     remove: "`blocks.0.mlp`, a `",
     add: "`blocks.0.more`, a `Linear`, was added",
@@ -311,6 +326,25 @@ def test_what_no_proof_can_follow_is_refused_at_every_call(change: Callable[[Any
         for text in texts:
             assert text.startswith(f"TP130 changed-model: {REFUSED[change]}"), text
             assert "help: change the stock model before `parallelize`" in text
+
+
+@pytest.mark.parametrize("hide", [hide_weight, hide_bias, hide_layer], ids=lambda hide: hide.__name__)
+def test_what_hides_a_tensor_or_a_module_is_refused_until_it_is_gone(hide: Callable[[Any], None]) -> None:
+    def work(model: Any, _: CallGuard) -> None:
+        with torch.no_grad():
+            before, names = model(x()), {module: {*vars(module)} for module in model.modules()}
+            hide(model)
+            assert "was hidden" in refused(model)
+            for module, held in names.items():
+                for name in {*vars(module)} - held:
+                    vars(module).pop(name)
+            torch.testing.assert_close(model(x()), before)
+
+    on_ranks(stock(), RULES, 2, EXAMPLE, work)
+    model = stock()
+    hide(model)
+    with pytest.raises(tpplan.CompileError, match=r"TP112.* is hidden by an attribute of the same name"):
+        tpplan.compile_plan(model, plan_of(RULES), 2, EXAMPLE[0])
 
 
 def wrap(model: Any) -> None:

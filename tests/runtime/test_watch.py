@@ -417,21 +417,51 @@ def test_a_path_that_one_rank_alone_takes_is_refused_on_every_rank() -> None:
         assert text.startswith("TP116"), text
 
 
-class ByClass(Body):
-    """A body that asks for the class of a layer, which is another one once it is sharded."""
+class Asks(Body):
+    """A body that asks for something of its modules, which rewritten ones may answer otherwise."""
+
+    def __init__(self, ask: Callable[[Any], object]) -> None:
+        super().__init__(longer)
+        self.ask = ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu() * (0.5 if self.ask(self) else 1.0))
+
+
+class AsksForAPath(Asks):
+    """The same, which calls something else."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
-        return self.down(h.relu() if type(self.up).__name__ == "Linear" else torch.softmax(h, -1))
+        return self.down(h.relu() if self.ask(self) else torch.softmax(h, -1))
 
 
-def test_what_only_a_sharded_model_does_is_refused_at_its_first_call() -> None:
-    def work(own: nn.Module, _: CallGuard) -> str:
-        return error_of(own, x())
+SEEN: dict[str, Callable[[Any], object]] = {
+    "class of a layer": lambda own: type(own.up) is nn.Linear,
+    "class of the model": lambda own: type(own) in (Asks, AsksForAPath),
+    "forward of a class": lambda own: type(own.down).forward is nn.Linear.forward,
+    "class of a parameter": lambda own: type(own.up.weight) is nn.Parameter,
+    "text": lambda own: "Linear(in_features" in repr(own) and "Colwise" not in repr(own),
+}
+SAME: dict[str, Callable[[Any], object]] = {
+    "class": lambda own: isinstance(own.up, nn.Linear) and isinstance(own.up.weight, nn.Parameter),
+    "name of a class": lambda own: type(own.up).__name__ == "Linear" and type(own).__name__.startswith("Asks"),
+    "attribute": lambda own: own.up.out_features == WIDTH and not hasattr(own.up, "style"),
+}
 
-    for text in on_ranks(ByClass(longer).double(), MLP, 2, ((x(),), {}), work):
-        assert text.startswith("TP131 departed-call")
-        assert "calls `softmax` where the proof calls `relu`" in text
+
+@pytest.mark.parametrize("kind", [Asks, AsksForAPath])
+@pytest.mark.parametrize("ask", SEEN)
+def test_what_a_body_can_tell_of_the_rewrite_is_refused(ask: str, kind: type[Asks]) -> None:
+    with pytest.raises(tpplan.CompileError, match=r"TP139.*test_watch.py:\d+ .* where the stock model"):
+        tpplan.compile_plan(kind(SEEN[ask]).double(), plan_of(MLP), 2, (x().detach(),))
+
+
+@pytest.mark.parametrize("kind", [Asks, AsksForAPath])
+@pytest.mark.parametrize("ask", SAME)
+def test_rewritten_modules_answer_as_stock_ones(ask: str, kind: type[Asks]) -> None:
+    torch.manual_seed(0)
+    assert max(worst(kind(SAME[ask]).double(), MLP, 2, ((x(),), {}), [((x(),), {})] * 2)) < TOLERANCE
 
 
 class Looks(nn.Module):

@@ -204,6 +204,8 @@ class Changes:
 
     def _look_at_held(self, written: Iterable[_Place]) -> None:
         self._held.look(written)
+        if self._held.hidden is not None and not self.is_inside:  # inside, a rank's parts stand there
+            raise _changed_late(f"`{self._held.hidden}` was hidden by something in the `__dict__` of its module")
         if self._held.state and self._writes.local:
             self._refuse_counted()
 

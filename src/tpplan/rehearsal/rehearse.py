@@ -34,7 +34,7 @@ from tpplan.compiler.ir.layout import Pack, all_reduce_of
 from tpplan.compiler.ir.observations import CaptureSettings
 from tpplan.compiler.ir.program import ParameterPlacement, Program
 from tpplan.compiler.ir.pytree import tensors_of, with_items, with_tensors
-from tpplan.compiler.ir.steps import Heard, Stream, renamed
+from tpplan.compiler.ir.steps import Heard, Step, Stream, renamed
 from tpplan.compiler.ir.trace import Path, quoted
 from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.trace.capture import on_shapes, tell_inputs
@@ -45,6 +45,7 @@ from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.cost.communication import bytes_sent
 from tpplan.plan import CompileError, Diagnostic, InternalError
 from tpplan.progress import doing
+from tpplan.rehearsal.same_path import refuse_other_path
 from tpplan.runtime.lower import lower
 from tpplan.runtime.parameters.distribute import MeshDistributor
 from tpplan.runtime.parameters.sharded_operations import is_final
@@ -176,7 +177,8 @@ def _rehearse(model: nn.Module, compiled: Compiled, example: _Call, names: Seque
     around = Surroundings(skeleton)
     try:
         own = call_on_rank(program, rank, *example, names)
-        error = _differentiated(skeleton, compiled, own, names)
+        compare = functools.partial(refuse_other_path, skeleton, compiled.streams[rank], rank)
+        error = _differentiated(skeleton, compiled, own, names, compare)
         if isinstance(error, AlignmentError):
             raise error
         if error is not None and _differentiable(model, compiled, example, names):
@@ -210,16 +212,26 @@ def differentiate(result: Any) -> None:
     torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
 
 
-def _differentiated(model: nn.Module, compiled: Compiled, example: _Call, names: Sequence[str]) -> Exception | None:
-    """Run the call and its backward on shapes; what the backward raised."""
+def _differentiated(
+    model: nn.Module,
+    compiled: Compiled,
+    example: _Call,
+    names: Sequence[str],
+    compare: Callable[[Sequence[Step | Heard]], None] | None = None,
+) -> Exception | None:
+    """Run the call and its backward on shapes; what the backward raised. `compare` is told the steps of the former."""
     call = with_tensors(*example, names, like_on(_META))
     taken = frozenset(a.location for a in compiled.assumptions if a.taken and a.location is not None)
     device, values = torch.device(compiled.program.device), compiled.facts is not None
     settings = CaptureSettings(model.training, taken, device, values=values, picking=compiled.picking)
     with naming_failures(model), on_shapes(model, settings) as recorder:
         tell_inputs(recorder, example, call, names)
+        recorder.steps.listens = compare is not None
         with without_packing():
             result = model(*call[0], **call[1])
+        recorder.steps.listens = False
+        if compare is not None:
+            compare(recorder.frames[0].steps)
         try:
             differentiate(result)
         except Exception as error:

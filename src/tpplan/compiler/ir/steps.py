@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType, MappingProxyType
-from typing import Any, NamedTuple
+from types import CodeType, FrameType, MappingProxyType, NoneType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ _LOOKERS = (  # they call hooks of all modules, or are such hooks
     str(_PACKAGE / "runtime" / "around" / "onlookers.py"),
     *(f"{_TORCH}{name}" for name in ("distributed/_tools/", "distributed/tensor/debug/", "utils/module_tracker.py")),
 )
-_OWN = tuple(f"{_PACKAGE}/{layer}/" for layer in ("compiler", "runtime", "calls", "kernels", "parity"))
+_OWN = tuple(f"{_PACKAGE}/{layer}/" for layer in ("compiler", "runtime", "rehearsal", "calls", "kernels", "parity"))
 
 
 class Step(NamedTuple):
@@ -44,6 +44,7 @@ class Step(NamedTuple):
         function: what is called.
         taken: for a branch on a tensor's value, its side.
         module: whose code makes it; "" where that isn't asked for.
+        passed: the numbers, texts and the like that it is called with; None where these aren't asked for.
     """
 
     code: CodeType
@@ -51,6 +52,7 @@ class Step(NamedTuple):
     function: object
     taken: bool | None = None
     module: str = ""
+    passed: object = None
 
     @property
     def location(self) -> Location:
@@ -128,7 +130,15 @@ class Stream:
                 yield from self._flat(step, of, name, replaced, names)
             else:
                 own = "" if names is None else renamed(step.module, of, name)
-                yield step._replace(module=own if names is None else names.get(own, own))
+                yield step._replace(module=own if names is None else names.get(own, own), passed=None)
+
+    def run(self, replaced: frozenset[str]) -> Iterator[Step]:
+        """The steps that were taken, with what they passed, outside of equal calls that were left out.
+
+        Args:
+            replaced: modules whose steps don't count, nor those of all inside.
+        """
+        return _run(self.root, replaced)
 
     def code(self) -> frozenset[CodeType]:
         """All code that calls torch."""
@@ -150,6 +160,32 @@ class Stream:
                 for heard in _walk(self._calls[key]):
                     found.update([step.code for step in heard.steps if isinstance(step, Step)])
         return frozenset(found)
+
+
+def _run(heard: Heard, replaced: frozenset[str]) -> Iterator[Step]:
+    if heard.module in replaced or heard.like is not None:
+        return
+    for step in heard.steps:
+        if isinstance(step, Heard):
+            yield from _run(step, replaced)
+        else:
+            yield step._replace(module="")
+
+
+def passed_numbers(passed: object) -> object:
+    """What arguments hold beside tensors, to be compared."""
+    if isinstance(passed, Tensor):
+        return Tensor
+    if isinstance(passed, (tuple, list)):
+        return tuple([passed_numbers(item) for item in cast("Sequence[object]", passed)])
+    if isinstance(passed, dict):
+        held = cast("dict[object, object]", passed)
+        return tuple([(name, passed_numbers(item)) for name, item in held.items()])
+    if isinstance(passed, slice):
+        return passed_numbers(passed.__reduce__()[1])  # its three numbers
+    if isinstance(passed, float):
+        return repr(passed)  # such that NaN is NaN
+    return passed if isinstance(passed, (bool, int, str, torch.dtype, NoneType)) else type(passed)
 
 
 def renamed(module: str, of: str, name: str) -> str:
@@ -252,4 +288,4 @@ def side_of(function: object, result: object, args: Sequence[Any]) -> bool | Non
         return bool(result) if isinstance(args[0], Tensor) and args[0].dtype is torch.bool else None
 
 
-__all__ = ["Heard", "Step", "Stream", "renamed", "side_of", "step_of"]
+__all__ = ["Heard", "Step", "Stream", "passed_numbers", "renamed", "side_of", "step_of"]

@@ -10,13 +10,14 @@ out: steps in the frame that is open; what was asked, or an error where a rank's
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
 from tpplan.compat.tensors import READ_VERSION
 from tpplan.compiler.ir.observations import Asked
-from tpplan.compiler.ir.steps import Heard, side_of, step_of
+from tpplan.compiler.ir.steps import Heard, passed_numbers, side_of, step_of
 from tpplan.compiler.trace.tape import OpenFrame, RunTape
 from tpplan.compiler.trace.unfollowed import UnfollowedError
 from tpplan.state.ambient import RECORDING
@@ -30,6 +31,7 @@ _MEMORYS_OWN: dict[Any, str] = {
     READ_VERSION: "_version",
     Tensor.storage_offset: "storage_offset()",
 }
+_NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 _STRIDES = frozenset((Tensor.is_contiguous, Tensor.stride))
 
 
@@ -42,12 +44,15 @@ class StepObserver:
         self.modules: dict[int, str] = {}
         self._tape = tape
 
-    def called(self, func: Callable[..., Any], result: Any, args: tuple[Any, ...]) -> None:
+    def called(
+        self, func: Callable[..., Any], result: Any, args: tuple[Any, ...], keywords: Mapping[str, Any] = _NO_KEYWORDS
+    ) -> None:
         """Note the call of a function of torch."""
         if self.listens and func.__name__ != "__get__":
             step = step_of(func, side_of(func, result, args), depth=1, names=self.modules)
             if step is not None and self._tape.frames:
-                self._tape.frames[-1].steps.append(step)
+                passed = passed_numbers((args, {**keywords}))
+                self._tape.frames[-1].steps.append(step._replace(passed=passed))
 
     def left(self, frame: OpenFrame) -> None:
         """Note that a call is over."""

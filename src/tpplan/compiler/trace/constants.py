@@ -200,7 +200,7 @@ class ConstantWatcher(TorchFunctionMode):
         else:
             result = self._over_classes(classes, lambda: func(*args, **keywords))
         recorder.asked.told(func, result)
-        recorder.steps.called(func, result, args)
+        recorder.steps.called(func, result, args, keywords)
         if args and isinstance(args[0], Tensor) and not args[0].is_meta and recorder.frames:
             side = side_of(func, result, args)
             if side is not None:

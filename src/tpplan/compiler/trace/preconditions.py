@@ -1,15 +1,17 @@
 """Fitness: whether a model can be compiled at all, before anything is asked of a plan.
 
 in:  a model
-out: TP108 if it is parallel already; TP110 if it can't be captured; TP112 if a `forward` on an instance
-     would hide what tpplan puts into the class, if there are hooks on parameters, which are replaced, if tensors are
-     of classes that compute otherwise than plain ones, or if a tensor that is no parameter requires grad
+out: TP108 if it is parallel already; TP110 if it can't be captured; TP112 if a `forward` on an instance would hide what
+     tpplan puts into the class, if an attribute hides a tensor or a module, if there are hooks on parameters, which are
+     replaced, if tensors are of classes that compute otherwise than plain ones, or if a tensor that is no parameter
+     requires grad
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Set
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from tpplan.compat.hooks import has_gradient_hooks, hooks_of
-from tpplan.compat.modules import named_modules, own_buffers, own_parameters
+from tpplan.compat.modules import named_modules, own_buffers, own_modules, own_parameters
 from tpplan.compat.subclasses import computes_otherwise
 from tpplan.compiler.ir.assembly import UNFROZEN, Assembly
 from tpplan.compiler.ir.kept_tensors import WrapperError
@@ -115,6 +117,15 @@ def unfit_findings(model: nn.Module) -> list[Diagnostic]:
     findings += [
         Diagnostic(
             code="TP112",
+            message=f"`{name}` is hidden by an attribute of the same name in the `__dict__` of its module",
+            help="delete it from `vars(module)`, or set the parameter, the buffer or the module instead",
+            subject=name.rpartition(".")[0],
+        )
+        for name in _hidden(model)
+    ]
+    findings += [
+        Diagnostic(
+            code="TP112",
             message=f"`{name}` has a hook on its gradient, which would be lost with the parameter that is replaced",
             help="parallelize first, and register the hook on the parameter that the model has then",
             subject=name.rpartition(".")[0],
@@ -198,6 +209,14 @@ def _other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, held in (*own_buffers(module).items(), *vars(module).items()):
             if isinstance(held, Tensor):
                 yield f"{at}.{name}" if at else name, held
+
+
+def _hidden(model: nn.Module) -> Iterator[str]:
+    for name, module in named_modules(model):
+        tables: tuple[dict[str, Any], ...] = (own_parameters(module), own_buffers(module), own_modules(module))
+        for leaf in (leaf for table in tables for leaf, held in table.items() if held is not None):
+            if leaf in vars(module):
+                yield f"{name}.{leaf}".lstrip(".")
 
 
 def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -40,6 +40,7 @@ from tpplan.runtime.parameters.taken_apart import refuse_conversion
 from tpplan.runtime.ranks.communicator import ProcessGroupCommunicator
 from tpplan.runtime.ranks.faults import LostRankError, leave, name_forward
 
+SHOWN = "_tpplan_shown"  # of a class, the name by which its modules are printed
 _ATTEMPTS = 8  # each by another program, as a body that is noisy may take another path each time
 
 
@@ -137,6 +138,10 @@ class ShardedModule(Watched):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return here_only(super().__reduce_ex__(protocol), stock_class(self).__name__)
 
+    def _get_name(self) -> str:
+        """What `print` calls it."""
+        return getattr(type(self), SHOWN)
+
     def extra_repr(self) -> str:
         """The stock representation, and what the module has become."""
         stock = super().extra_repr()
@@ -204,7 +209,7 @@ class ShardedRoot(ShardedModule):
         return stock_class(self).__name__
 
     def __repr__(self) -> str:
-        return type(self).__name__ + super().__repr__().removeprefix(self._get_name())
+        return super()._get_name() + super().__repr__().removeprefix(self._get_name())
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: object) -> Any:
         with as_called():
@@ -271,4 +276,4 @@ def _is_plain(runtime: ModuleRuntime, writes: Writes | None) -> bool:
 for _function in (ShardedModule.forward, ShardedRoot.forward):
     skip_frame(_function)
 
-__all__ = ["ShardedModule", "ShardedRoot"]
+__all__ = ["SHOWN", "ShardedModule", "ShardedRoot"]

@@ -13,7 +13,7 @@ from tpplan.compat.modules import class_over, own_buffers, own_parameters
 from tpplan.runtime.around.outside_forwards import serving_methods
 from tpplan.runtime.compiled.compiled_entry import as_called, with_entry
 from tpplan.runtime.modules.module_runtime import RUNTIME, ModuleRuntime
-from tpplan.runtime.modules.sharded_modules import ShardedModule, ShardedRoot
+from tpplan.runtime.modules.sharded_modules import SHOWN, ShardedModule, ShardedRoot
 from tpplan.runtime.parameters.saved_models import saving_methods
 
 
@@ -65,7 +65,9 @@ class _OwnTensor:
 def swapped_class(
     stock: type[nn.Module], style: str | None, root: bool, tensors: tuple[str, ...] = ()
 ) -> type[nn.Module]:
-    """The class to swap `stock` for, such as `ColwiseLinear` for `Linear`; one class for each combination.
+    """The class to swap `stock` for, shown as `ColwiseLinear` for `Linear`; one class for each combination.
+
+    It has the stock one's name, which bodies may ask for.
 
     Args:
         stock: the class that the user wrote.
@@ -74,12 +76,12 @@ def swapped_class(
         tensors: the module's own, which its body reads.
     """
     base: type[ShardedModule] = ShardedRoot if root else ShardedModule
-    name = f"{_PREFIX[style]}{stock.__name__}"
     methods = serving_methods(stock, _is_outside) | saving_methods(stock) if root else {}
     own = {"forward": as_called(base.forward, stock.forward), "__module__": stock.__module__, "__doc__": stock.__doc__}
+    own[SHOWN] = f"{_PREFIX[style]}{stock.__name__}"
     own["__qualname__"] = stock.__qualname__  # by `str` of a class transformers looks up which outputs it can record
     read = {held: _OwnTensor(held) for held in tensors if not hasattr(stock, held)}
-    return with_entry(class_over(name, base, stock, methods | own | read), base.forward)
+    return with_entry(class_over(stock.__name__, base, stock, methods | own | read), base.forward)
 
 
 def _is_outside(module: nn.Module) -> bool:

@@ -1,0 +1,74 @@
+"""Same path: whether the bodies of a lowered model do what those of the stock one did when they were checked.
+
+in:  the steps of the check, on a rank's shapes, and those of the rehearsal, on the same shapes
+out: nothing, or a TP139 at the first that differs, or that passes another number
+
+    h * (2 if type(self.up) is nn.Linear else 3)   ->   TP139: `mul` is called with 3, and with 2 where it was checked
+
+The check runs stock modules. A body that asks for a module's class or its text, or looks into it, gets another answer
+from a rewritten one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+from torch import nn
+
+from tpplan.compat.modules import named_modules
+from tpplan.compiler.ir.steps import Heard, Step, Stream
+from tpplan.plan import CompileError, Diagnostic
+from tpplan.runtime.modules.swapped import replaces_body
+
+_WAY_OUT = (
+    "ask `isinstance(module, torch.nn.Linear)` instead of `type(module) is torch.nn.Linear`, and keep what the forward "
+    "must know of a module as an attribute that `__init__` sets"
+)
+
+
+def refuse_other_path(model: nn.Module, checked: Stream, rank: int, ran: Sequence[Step | Heard]) -> None:
+    """Compare the steps of a rehearsal with those of the check.
+
+    Args:
+        model: the lowered model.
+        checked: the steps of the check.
+        rank: whose shapes both ran on.
+        ran: the steps of the rehearsal.
+
+    Raises:
+        CompileError: TP139, if they aren't the same.
+    """
+    varying = checked.varying_code()
+    replaced = frozenset(name for name, module in named_modules(model) if replaces_body(module))
+    ours = [step for step in checked.run(replaced) if step.code not in varying]
+    theirs = [step for step in ran if isinstance(step, Step) and step.code not in varying]
+    if ours == theirs:
+        return
+    proved, real = next(pair for pair in zip_longest(ours, theirs) if pair[0] != pair[1])
+    message = (
+        f"the model can tell, as rank {rank}, that it was rewritten, and does something else: {_told(proved, real)}"
+    )
+    raise CompileError([Diagnostic("TP139", message, help=_WAY_OUT)])
+
+
+def _told(proved: Step | None, real: Step | None) -> str:
+    """Where the two part, in words."""
+    if proved is not None and real is not None and proved[:3] == real[:3]:
+        now, then = next(_differing(real.passed, proved.passed), ("another argument", "this one"))
+        return f"at {real.location.short} `{real.name}` is called with {now}, where the stock model passes {then}"
+    does = "it ends" if real is None else f"at {real.location.short} it calls `{real.name}`"
+    did = "ends" if proved is None else f"calls `{proved.name}` at {proved.location.short}"
+    return f"{does} where the stock model {did}"
+
+
+def _differing(one: object, other: object) -> Iterator[tuple[object, object]]:
+    """The leaves of two nests of numbers that differ."""
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):  # pyright: ignore
+        for mine, its in zip(one, other, strict=True):  # pyright: ignore[reportUnknownVariableType,reportUnknownArgumentType]
+            yield from _differing(mine, its)  # pyright: ignore[reportUnknownArgumentType]
+    elif one != other:
+        yield one, other
+
+
+__all__ = ["refuse_other_path"]
