@@ -45,7 +45,7 @@ from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.cost.communication import bytes_sent
 from tpplan.plan import CompileError, Diagnostic, InternalError
 from tpplan.progress import doing
-from tpplan.rehearsal.same_path import refuse_other_path
+from tpplan.rehearsal.same_path import is_in, refuse_other_path
 from tpplan.runtime.lower import lower
 from tpplan.runtime.parameters.distribute import MeshDistributor
 from tpplan.runtime.parameters.sharded_operations import is_final
@@ -227,6 +227,7 @@ def _differentiated(
     with naming_failures(model), on_shapes(model, settings) as recorder:
         tell_inputs(recorder, example, call, names)
         recorder.steps.listens = compare is not None
+        recorder.steps.modules = {id(module): name for name, module in named_modules(model)}
         with without_packing():
             result = model(*call[0], **call[1])
         recorder.steps.listens = False
@@ -375,18 +376,9 @@ def _connected(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _predicted(program: Program, standing: frozenset[str]) -> Counter[str]:
     """The collectives that the program predicts for the modules that ran."""
-    ran = replace(program, modules=tuple(m for m in program.modules if not _is_in(m.name, standing)))
-    summed = any(not _is_in(p.name, standing) for p in program.summed_parameters)
+    ran = replace(program, modules=tuple(m for m in program.modules if not is_in(m.name, standing)))
+    summed = any(not is_in(p.name, standing) for p in program.summed_parameters)
     return replace(ran, parameters=program.parameters if summed else ()).count_collectives()
-
-
-def _is_in(name: str, modules: frozenset[str]) -> bool:
-    """Whether a module or a parameter is one of `modules`, or inside of one."""
-    while name not in modules:
-        if not name:
-            return False
-        name = name.rpartition(".")[0]
-    return True
 
 
 __all__ = [

@@ -42,7 +42,11 @@ def refuse_other_path(model: nn.Module, checked: Stream, rank: int, ran: Sequenc
     varying = checked.varying_code()
     replaced = frozenset(name for name, module in named_modules(model) if replaces_body(module))
     ours = [step for step in checked.run(replaced) if step.code not in varying]
-    theirs = [step for step in ran if isinstance(step, Step) and step.code not in varying]
+    theirs = [
+        step._replace(module="")
+        for step in ran
+        if isinstance(step, Step) and step.code not in varying and not is_in(step.module, replaced)
+    ]
     if ours == theirs:
         return
     proved, real = next(pair for pair in zip_longest(ours, theirs) if pair[0] != pair[1])
@@ -50,6 +54,15 @@ def refuse_other_path(model: nn.Module, checked: Stream, rank: int, ran: Sequenc
         f"the model can tell, as rank {rank}, that it was rewritten, and does something else: {_told(proved, real)}"
     )
     raise CompileError([Diagnostic("TP139", message, help=_WAY_OUT)])
+
+
+def is_in(name: str, modules: frozenset[str]) -> bool:
+    """Whether a module or a parameter is one of `modules`, or inside of one."""
+    while name not in modules:
+        if not name:
+            return False
+        name = name.rpartition(".")[0]
+    return True
 
 
 def _told(proved: Step | None, real: Step | None) -> str:
@@ -71,4 +84,4 @@ def _differing(one: object, other: object) -> Iterator[tuple[object, object]]:
         yield one, other
 
 
-__all__ = ["refuse_other_path"]
+__all__ = ["is_in", "refuse_other_path"]

@@ -78,10 +78,12 @@ def swapped_class(
     base: type[ShardedModule] = ShardedRoot if root else ShardedModule
     methods = serving_methods(stock, _is_outside) | saving_methods(stock) if root else {}
     own = {"forward": as_called(base.forward, stock.forward), "__module__": stock.__module__, "__doc__": stock.__doc__}
-    own[SHOWN] = f"{_PREFIX[style]}{stock.__name__}"
+    own[SHOWN] = shown = f"{_PREFIX[style]}{stock.__name__}"
     own["__qualname__"] = stock.__qualname__  # by `str` of a class transformers looks up which outputs it can record
     read = {held: _OwnTensor(held) for held in tensors if not hasattr(stock, held)}
-    return with_entry(class_over(stock.__name__, base, stock, methods | own | read), base.forward)
+    made = with_entry(class_over(shown, base, stock, methods | own | read), base.forward)
+    made.__name__ = stock.__name__  # from now on: a registry of the stock class's may go by the names of classes
+    return made
 
 
 def _is_outside(module: nn.Module) -> bool:
