@@ -22,6 +22,7 @@ from torch import nn
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import compile_call
 from tpplan.compiler.request import Request
+from tpplan.compiler.trace.surroundings import same_files
 from tpplan.cost.advice import Advice, AdviceRow
 from tpplan.cost.asked_costs import CHECKPOINTING, MEMORY, TOPOLOGY, asked_cluster, bytes_of
 from tpplan.cost.cluster import Cluster
@@ -117,7 +118,7 @@ def advise(
         if held.batch != batch or held.sequence not in (1, sequence):  # a picture has none
             sizes = f"`batch={held.batch}, sequence={held.sequence}`"
             raise ArgumentError(f"advise: `inputs` are of another size than {batch} × {sequence}: pass {sizes}")
-    with bare(model) as stock, taken_apart(stock):
+    with bare(model) as stock, taken_apart(stock), same_files():
         subject = _AdvisedModel(stock, batch, sequence, inference, inputs)
         around = _Choices(subject, cluster, available, gpus, optimizer, compiled)
         most = _NODES_OF_TP * cluster.in_node

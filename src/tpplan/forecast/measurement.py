@@ -39,7 +39,7 @@ from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.trace.capture import on_shapes, tell_inputs
 from tpplan.compiler.trace.signatures import argument_names
 from tpplan.compiler.trace.skeleton import make_skeleton
-from tpplan.compiler.trace.surroundings import Surroundings
+from tpplan.compiler.trace.surroundings import Surroundings, same_files
 from tpplan.cost.work import ATTENTION, Point, SavedBytes, Task, Work, joined
 from tpplan.forecast.attention_kernel import KernelAttention
 from tpplan.forecast.tally import Kernel, Key, Tally, TallyPlace
@@ -120,6 +120,7 @@ class Measurement:
         """It never changes."""
         return self
 
+    @same_files()
     def __call__(self) -> Work | None:
         """At the sizes that others are made of; at the example's alone if it runs at no other; None if at none."""
         batch, sequence = self._sized.batch, self._sized.sequence
@@ -160,6 +161,7 @@ class Measurement:
         return beyond_positions(self._model, sequence)
 
     @ambience()
+    @same_files()
     def _measured(self, point: Point, forward: bool, flops: bool) -> Work:
         call = self._sized.sized(*point)
         run = functools.partial(_run, self._model, self._compiled, call, self._sized.names)

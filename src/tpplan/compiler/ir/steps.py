@@ -237,7 +237,8 @@ def _offset(code: CodeType, last: int) -> int:
 def _module_of(frame: FrameType | None, names: Mapping[int, str]) -> str:
     """The module that the code is of which is running."""
     while frame is not None:
-        name = names.get(id(frame.f_locals.get("self")))
+        called = frame.f_code.co_filename == _CALLS  # by whom a hook is called, which is none of the module's code
+        name = None if called else names.get(id(frame.f_locals.get("self")))
         if name is not None:
             return name
         frame = frame.f_back

@@ -45,6 +45,7 @@ from tpplan.compiler.ir.hidden import (
     shown_items,
 )
 from tpplan.compiler.trace.surroundings import (
+    DEFAULTS,
     Contents,
     Space,
     Surroundings,
@@ -70,7 +71,7 @@ ORDER = " (its order)"
 ITEMS = " (its items)"
 _MOVING = (Tensor, WatchedNumber, WatchedArray, count)
 _UNSET = object()
-_DEFAULTS, _CONTENTS = operator.attrgetter("__defaults__", "__kwdefaults__"), operator.attrgetter("cell_contents")
+_CONTENTS = operator.attrgetter("cell_contents")
 _STOCK = frozenset(vars(nn.Module())) | {"forward"}
 _LOGGERS = logging.Logger.manager.loggerDict  # each logger leads to all of the process
 Setter = Callable[[Any, Any, Any], object]
@@ -296,7 +297,7 @@ class _Section:
 
     def _read_functions(self) -> Iterator[Any]:
         """Defaults of functions, and what they close over, read in C: a file has hundreds."""
-        yield from chain.from_iterable(map(_DEFAULTS, self._functions))
+        yield from chain.from_iterable(map(DEFAULTS, self._functions))
         yield from map(_CONTENTS, self._filled)
 
     def is_same(self, values: dict[str, Any]) -> bool:

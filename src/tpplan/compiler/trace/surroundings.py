@@ -16,6 +16,7 @@ import dis
 import functools
 import gc
 import logging
+import operator
 import os
 import random
 import sys
@@ -42,6 +43,7 @@ from tpplan.compat.tensors import as_bytes, storage_key
 from tpplan.compiler.ir.hidden import ARRAYS, VALUES, hidden_tensors, is_numbers, is_read_only, is_value, rows_in
 from tpplan.state.parts import (
     FACTORY,
+    MemberSlot,
     attributes,
     attributes_of,
     counted,
@@ -70,6 +72,7 @@ _BARE = frozenset((tuple, list, deque, set, frozenset, dict))  # without attribu
 _CODE = (type, FunctionType, nn.Module, _CACHE)
 _LARGEST = 1 << 16
 _MOST = 256
+DEFAULTS = operator.attrgetter("__defaults__", "__kwdefaults__")
 _NO_STATE = (type, Tensor, nn.Module, ModuleType, FunctionType)
 
 
@@ -144,6 +147,8 @@ class _Noted:
         self._seen: set[int] = set()
         self._stores: list[tuple[Any, list[Any] | None, list[Any]]] = []
         self._undo: list[Callable[[], object]] = []
+        self._functions: list[FunctionType] = []
+        self._defaults: list[Any] = []  # of each of these, by position and by name
         self._counts: dict[int, tuple[Any, tuple[Any, ...], Any]] = {}
         self._tensors: list[tuple[Tensor, tuple[int, Tensor]]] = []
         self.large: dict[int, Tensor] = {}  # by their memory: too large to be kept, so nothing may write to them
@@ -210,7 +215,8 @@ class _Noted:
         if issubclass(kind, FunctionType):
             defaults, named = held.__defaults__, held.__kwdefaults__
             if defaults or named:
-                self._undo.append(functools.partial(_put_defaults, held, defaults, named))
+                self._functions.append(held)
+                self._defaults += (defaults, named)
             inner: list[Any] = [*_cells(held)] if not is_library(held.__module__) else []
             cells = [cell for cell in held.__closure__ or () if inner and is_filled(cell)]
             self._undo += map(functools.partial, repeat(setattr), cells, repeat("cell_contents"), inner)
@@ -236,8 +242,9 @@ class _Noted:
         elif self._is_written(kind):
             slots = slots_of(kind)
             named = {slot: slot.get(held) for slot in slots if slot.is_set(held)}
-            self._undo += [functools.partial(slot.put, held, item) for slot, item in named.items()]
-            self._undo += [functools.partial(slot.remove, held) for slot in slots if slot not in named]
+            if slots:
+                empty = [slot for slot in slots if slot not in named]
+                self._undo.append(functools.partial(_put_slots, held, named, empty))
             return [*named.values()]
         return ()
 
@@ -282,6 +289,9 @@ class _Noted:
                     held.copy_(numbers)
                 elif _is_dense(held) and not torch.equal(as_bytes(held), as_bytes(numbers)):
                     held.data.copy_(numbers)  # it was written to in this way
+        if not all(map(is_, chain.from_iterable(map(DEFAULTS, self._functions)), self._defaults)):
+            for function, *defaults in zip(self._functions, self._defaults[::2], self._defaults[1::2], strict=True):
+                _put_defaults(function, *defaults)
         for undo in self._undo:
             undo()
 
@@ -640,6 +650,13 @@ def _put_defaults(function: FunctionType, defaults: Any, named: Any) -> None:
         function.__kwdefaults__ = named
 
 
+def _put_slots(held: Any, named: Mapping[MemberSlot, Any], empty: Sequence[MemberSlot]) -> None:
+    for slot, item in named.items():
+        slot.put(held, item)
+    for slot in empty:
+        slot.remove(held)
+
+
 def _put_dict(held: Any, own: dict[str, Any]) -> None:
     if held.__dict__ is not own:
         held.__dict__ = own
@@ -715,6 +732,7 @@ def generators() -> list[Callable[[], object]]:
 
 __all__ = [
     "CONTAINERS",
+    "DEFAULTS",
     "Contents",
     "Space",
     "Surroundings",
