@@ -29,6 +29,7 @@ from tpplan.compiler.pipeline import compile_call
 from tpplan.compiler.request import Request
 from tpplan.parity import verify_program
 from tpplan.plan import Severity, load_plan
+from tpplan.rehearsal.prove import prove
 from tpplan.report.program_page import render_program
 from tpplan.suggest.sharded_share import block_share
 
@@ -300,7 +301,7 @@ def generated_with_biases(member: Member) -> tuple[bool, int]:
     stock, call = with_cache("t5", "cpu")
     ids = torch.arange(24).reshape(3, 8) + 4
     sharded = tpplan.parallelize(copy.deepcopy(stock), str(PLANS / "t5.yaml"), member.mesh(), call)
-    with mock.patch("tpplan.calls.guard.compile_call", side_effect=compile_call) as proved:
+    with mock.patch("tpplan.calls.guard.prove", side_effect=prove) as proved:
         made = [model.generate(input_ids=ids, max_new_tokens=6, do_sample=False) for model in (stock, sharded)]  # pyright: ignore
     return torch.equal(*made), proved.call_count
 

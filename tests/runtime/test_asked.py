@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -101,6 +102,8 @@ REFUSED: dict[str, Callable[[Any, Tensor], object]] = {
     "is_leaf": lambda own, x: not x.is_leaf,
     "_version": lambda own, x: x._version > 0,
     "storage_offset()": lambda own, x: x.storage_offset() > 0,
+    "_base": lambda own, x: x._base is not None,
+    "_is_view()": lambda own, x: x._is_view(),
 }
 
 
@@ -109,3 +112,41 @@ def test_what_says_nothing_on_a_rank_is_refused(name: str) -> None:
     with pytest.raises(tpplan.CompileError) as raised:
         tpplan.compile_plan(body(REFUSED[name]), plan_of(MLP), 2, (x(),))
     assert f"it reads `{name}`" in str(raised.value)
+
+
+class Column(nn.Linear):
+    """A layer that asks its own weight, under another mode of recording as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = self.weight.requires_grad
+        return super().forward(x) * (2 if wanted and self.weight.requires_grad else 3)
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_parameter_says_if_it_requires_grad_where_none_is_recorded(around: Callable[[], Any]) -> None:
+    model: Any = body(lambda *_: False)
+    model.up = Column(HIDDEN, 24).double()
+    changes: list[Callable[[Any], None]] = [lambda _: None, freeze, thaw]
+
+    def work(own: nn.Module, _: CallGuard) -> list[Tensor]:
+        found: list[Tensor] = []
+        for change in changes:
+            change(own)
+            with around():
+                found += [own(x().detach()).detach(), own(x().detach()).detach()]
+        return found
+
+    expected = work(copy.deepcopy(model), None)  # pyright: ignore
+    assert not torch.equal(expected[0], expected[2])
+    for found in on_ranks(model, MLP, 2, ((x(),), {}), work):
+        torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_a_hook_on_a_parameter_stays_for_later_calls_and_is_refused() -> None:
+    def asks(own: Any, _: Tensor) -> bool:
+        own.up.weight.register_hook(lambda gradient: gradient * 2)
+        return False
+
+    with pytest.raises(tpplan.CompileError, match=r"registers a hook on a parameter(.|\n)*register it once"):
+        tpplan.compile_plan(body(asks), plan_of(MLP), 2, (x(),))

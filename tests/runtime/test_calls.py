@@ -16,8 +16,8 @@ from tests.compiler.toys import HIDDEN, MLP, Mlp
 from tests.models.tiny import example_keywords, tiny_model
 from tests.runtime.simulated import on_ranks, worst
 from tpplan.calls import guard as guards
-from tpplan.compiler.pipeline import compile_call
 from tpplan.compiler.refine import refine
+from tpplan.rehearsal.prove import prove
 
 TOLERANCE = 1e-12
 EXAMPLE = ((torch.zeros(3, 12, HIDDEN, dtype=torch.float64),), {})
@@ -121,7 +121,7 @@ class Joined(nn.Module):
 
 def test_uneven_heads_that_are_joined_with_the_batch_are_proved_once_for_each_batch() -> None:
     calls = [((x(batch, length),), {}) for batch, length in ((3, 7), (3, 9), (2, 12), (2, 5), (4, 8))]
-    with mock.patch("tpplan.calls.guard.compile_call", side_effect=compile_call) as proved:
+    with mock.patch("tpplan.calls.guard.prove", side_effect=prove) as proved:
         assert max(worst(seeded(Joined), MLP, 2, EXAMPLE, calls)) < TOLERANCE
     assert proved.call_count == 2 * 2  # on two ranks, for batches of 2 and 4
 

@@ -173,13 +173,13 @@ def test_a_call_that_reads_the_same_is_not_proved_again(monkeypatch: pytest.Monk
     import tpplan.calls.guard as module
 
     proved: list[int] = []
-    stock = module.compile_call
+    stock = module.prove
 
     def counted(request: Any) -> Any:
         proved.append(1)
         return stock(request)
 
-    monkeypatch.setattr(module, "compile_call", counted)
+    monkeypatch.setattr(module, "prove", counted)
 
     def work(own: nn.Module, _: CallGuard) -> list[int]:
         seen: list[int] = []

@@ -457,6 +457,26 @@ def test_what_a_body_can_tell_of_the_rewrite_is_refused(ask: str, kind: type[Ask
         tpplan.compile_plan(kind(SEEN[ask]).double(), plan_of(MLP), 2, (x().detach(),))
 
 
+class AsksLater(Asks):
+    """The same, in calls with a flag."""
+
+    def forward(self, x: Tensor, late: bool = False) -> Tensor:
+        return super().forward(x) if late else self.down(self.up(x).relu())
+
+
+def test_what_a_body_can_tell_is_refused_in_later_kinds_of_calls() -> None:
+    def work(own: nn.Module, _: CallGuard) -> str:
+        assert not error_of(own, x())
+        try:
+            own(x(), late=True)
+        except tpplan.TpplanError as error:
+            return str(error)
+        return ""
+
+    for text in on_ranks(AsksLater(SEEN["class of a layer"]).double(), MLP, 2, ((x(),), {}), work):
+        assert text.startswith("TP117") and "TP139 seen-rewrite" in text
+
+
 @pytest.mark.parametrize("kind", [Asks, AsksForAPath])
 @pytest.mark.parametrize("ask", SAME)
 def test_rewritten_modules_answer_as_stock_ones(ask: str, kind: type[Asks]) -> None:

@@ -67,13 +67,14 @@ from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import tensors_in, tensors_of, with_tensors
 from tpplan.compiler.ir.steps import Step
 from tpplan.compiler.later import placement_difference
-from tpplan.compiler.pipeline import Compiled, compile_call
+from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.capture import BodyError
 from tpplan.compiler.trace.preconditions import NO_PARAMETER, WANTS_GRADIENT
 from tpplan.compiler.trace.unfollowed import unlike_dense
 from tpplan.parity.tree import Path
 from tpplan.plan import CompileError, Diagnostic, Plan, TpplanError
+from tpplan.rehearsal.prove import prove
 from tpplan.runtime.around.results import Results
 from tpplan.runtime.around.watched import WatchedCall
 from tpplan.runtime.ranks.agreement import agree, any_rank
@@ -274,6 +275,10 @@ class CallGuard:
     def _asks_tensors(self) -> bool:
         """Whether bodies ask for more of tensors than their sizes, dtypes and numbers."""
         return bool(self._asked.memory or self._asked.flags)
+
+    def asks_flags(self) -> bool:
+        """See `Guard`."""
+        return bool(self._asked.flags)
 
     @property
     def _asks_recording(self) -> bool:
@@ -672,7 +677,7 @@ class CallGuard:
             attributes=self.main.program.local_attributes,
         )  # fmt: skip
         try:
-            compiled = self._compiled(lambda: compile_call(request))
+            compiled = self._compiled(lambda: prove(request))
         except CompileError as error:
             advice = f"if this is about the cache: {_OF_CACHES}" if _passes_objects(call) else None
             raise self._unproved(call, "it can't be proved", advice, cause=error) from error
@@ -800,7 +805,7 @@ class CallGuard:
             self._stock, plan, main.size, *self._example, main.training, members=self._members, device=self._device
         )
         try:
-            compiled = self._compiled(lambda: compile_call(request))
+            compiled = self._compiled(lambda: prove(request))
         except CompileError as error:
             message = f"{why}, and the plan can't be compiled without `sequence`"
             raise UnevenShardError.of("TP118", message, cause=error) from error

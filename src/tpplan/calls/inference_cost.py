@@ -177,7 +177,7 @@ class _Prompt:
         around, meter = Surroundings(model), StorageMeter(_behind((arguments, keywords)))
         try:
             device = torch.device(program.device)
-            settings = CaptureSettings(model.training, taken, device, picking=compiled.picking)
+            settings = CaptureSettings(model.training, taken, device, picking=compiled.settings.picking)
             with (
                 naming_failures(model),
                 on_shapes(model, settings, Forgetful),

@@ -16,6 +16,13 @@ READ_VERSION: Any = cast("Any", Tensor)._version.__get__
 """What a function mode sees of a body that reads how often a tensor was written to."""
 
 
+MEMORY_OF_OTHERS: dict[Any, str] = {
+    cast("Any", Tensor)._base.__get__: "_base",
+    cast("Any", Tensor)._is_view: "_is_view()",
+}
+"""What a function mode sees of a body that asks whether a tensor has the memory of another one. For every torch."""
+
+
 def storage_key(tensor: Tensor) -> int:
     """What tells a tensor's memory from all other memory, while it is alive. For every torch."""
     functorch: Any = cast("Any", torch._C)._functorch

@@ -45,7 +45,7 @@ from tpplan.compiler.explain.warnings import exchanges, warnings_for
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.facts import Facts
 from tpplan.compiler.ir.layout import Features
-from tpplan.compiler.ir.observations import Asked, Assumption, FoundCount, Sides
+from tpplan.compiler.ir.observations import Asked, Assumption, CaptureSettings, FoundCount, Sides
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import tensors_in, tensors_of
 from tpplan.compiler.ir.steps import Stream
@@ -98,7 +98,6 @@ class Compiled:
         members: what became of rules on modules that wrap layers.
         facts: what the call's bodies read of numbers; None if they were kept from them.
         wraps: whether the call is passed, or leaves, tensors of classes of their own.
-        picking: of how many numbers bodies pick something by those that aren't zero, with how many are found.
         subject: what was checked, of which `cover` tells for which sizes it holds; None where that is for the example's
             alone, as numbers are read, or as calls after the first take another way.
         called: the modules that the call runs, with those of their arguments to which a gradient comes back.
@@ -108,6 +107,7 @@ class Compiled:
         untried: the rules that couldn't be tried where this was compiled.
         results: where the call returns tensors.
         reads: the names by which bodies ask their modules for something, and those of functions that their code reads.
+        settings: how the run was recorded that the program was made from.
     """
 
     program: Program
@@ -121,7 +121,6 @@ class Compiled:
     members: Members = field(default_factory=dict[str, Style])
     facts: Facts | None = None
     wraps: bool = False
-    picking: frozenset[tuple[int, int]] = frozenset()
     subject: Subject | None = None
     called: Mapping[str, frozenset[Path]] = field(default_factory=dict[str, frozenset[Path]])
     drawn: frozenset[str] = frozenset()
@@ -132,6 +131,7 @@ class Compiled:
     untried: tuple[Trial, ...] = ()
     results: frozenset[Path] = frozenset()
     reads: frozenset[str] = frozenset((ANYTHING,))
+    settings: CaptureSettings = field(default_factory=lambda: CaptureSettings(True))
 
     @property
     def digest(self) -> Digest:
@@ -307,7 +307,7 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
         program, solved.streams, trace.branches.assumptions, traced=digest_of(trace, program),
         writes=bool(trace.effects.written), keeps_writing=state.sequel.writes, idle=state.sequel.idle,
         asked=trace.asked, members=members, facts=trace.numbers.facts, wraps=trace.effects.wraps,
-        picking=trace.settings.picking, subject=_subject(problem, solved.placed, program), called=_called(trace),
+        settings=trace.settings, subject=_subject(problem, solved.placed, program), called=_called(trace),
         drawn=trace.draws.told, draws_unseen=trace.draws.unseen, tests=trace.branches.tests,
         untried=tuple(trial for trial in untried.values() if trial is not None),
         results=frozenset(path for path, _ in tensors_in(state.results["", 0])),

@@ -319,7 +319,7 @@ def _run(
     arguments, keywords = with_tensors(*call, names, like_on(_META))
     settings = CaptureSettings(
         skeleton.training, taken, torch.device(program.device), values=compiled.facts is not None,
-        picking=compiled.picking,
+        picking=compiled.settings.picking,
     )  # fmt: skip
     owned = {id(held.untyped_storage()): held for held in (*skeleton.parameters(), *skeleton.buffers())}
     held = {tally.number(tensor) for tensor in owned.values()} | {-storage_key(_plain(t)) for t in owned.values()}

@@ -19,19 +19,20 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path as FilePath
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from tpplan.ambience import ambience
 from tpplan.compat.autograd import native_apply, runs_backward, without_packing
 from tpplan.compat.modules import named_modules
 from tpplan.compat.propagator import fake_mesh
-from tpplan.compiler.ir.arrivals import call_on_rank
+from tpplan.compiler.ir.arrivals import call_on_rank, with_parts
 from tpplan.compiler.ir.kept_tensors import is_wrapper, wrapper_on_meta
-from tpplan.compiler.ir.layout import Pack, all_reduce_of
-from tpplan.compiler.ir.observations import CaptureSettings
+from tpplan.compiler.ir.layout import Layout, Pack, all_reduce_of
 from tpplan.compiler.ir.program import ParameterPlacement, Program
 from tpplan.compiler.ir.pytree import tensors_of, with_items, with_tensors
 from tpplan.compiler.ir.steps import Heard, Step, Stream, renamed
@@ -39,9 +40,11 @@ from tpplan.compiler.ir.trace import Path, quoted
 from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.trace.capture import on_shapes, tell_inputs
 from tpplan.compiler.trace.meta_results import AlignmentError
+from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.signatures import argument_names
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
+from tpplan.compiler.trace.tape import OpenFrame
 from tpplan.cost.communication import bytes_sent
 from tpplan.plan import CompileError, Diagnostic, InternalError
 from tpplan.progress import doing
@@ -49,6 +52,7 @@ from tpplan.rehearsal.same_path import is_in, refuse_other_path
 from tpplan.runtime.lower import lower
 from tpplan.runtime.parameters.distribute import MeshDistributor
 from tpplan.runtime.parameters.sharded_operations import is_final
+from tpplan.state.ambient import noting_settings
 
 _META = torch.device("meta")
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -146,6 +150,8 @@ def rehearse(
     compiled: Compiled,
     arguments: Sequence[Any],
     keywords: Mapping[str, Any],
+    records: bool = True,
+    parts: Mapping[Path, Layout] = MappingProxyType({}),
 ) -> list[Rehearsed]:
     """Run a program on shapes, once for each kind of rank.
 
@@ -153,6 +159,8 @@ def rehearse(
         model: the stock model; not changed.
         compiled: the program, and what is known of its bodies.
         arguments, keywords: the call that it was compiled for.
+        records: whether autograd records in it; there is no backward if not.
+        parts: the tensors of the call of which a rank has its part only.
 
     Returns:
         For each kind of rank the collectives that ran, and those that were predicted.
@@ -162,7 +170,12 @@ def rehearse(
         InternalError: it has no backward, and the stock model has one.
     """
     names, example = argument_names(type(model).forward), (tuple(arguments), dict(keywords))
-    return [_rehearse(model, compiled, example, names, rank) for rank in kinds_of_ranks(compiled)]
+    program = compiled.program
+    left = {path: layout for path, layout in parts.items() if path not in program.arriving}
+    return [
+        _rehearse(model, compiled, with_parts(left, program.size, rank, *example, names), names, rank, records)
+        for rank in kinds_of_ranks(compiled)
+    ]
 
 
 def kinds_of_ranks(compiled: Compiled) -> list[int]:
@@ -170,7 +183,9 @@ def kinds_of_ranks(compiled: Compiled) -> list[int]:
     return sorted({id(compiled.streams[rank]): rank for rank in sorted(compiled.streams, reverse=True)}.values())
 
 
-def _rehearse(model: nn.Module, compiled: Compiled, example: _Call, names: Sequence[str], rank: int) -> Rehearsed:
+def _rehearse(
+    model: nn.Module, compiled: Compiled, example: _Call, names: Sequence[str], rank: int, records: bool
+) -> Rehearsed:
     program = compiled.program
     skeleton, axis = lowered_on_shapes(model, program, rank)
     standing = stand_in(skeleton, compiled.streams[rank])
@@ -178,7 +193,8 @@ def _rehearse(model: nn.Module, compiled: Compiled, example: _Call, names: Seque
     try:
         own = call_on_rank(program, rank, *example, names)
         compare = functools.partial(refuse_other_path, skeleton, compiled.streams[rank], rank)
-        error = _differentiated(skeleton, compiled, own, names, compare)
+        with noting_settings(set(), around.files):
+            error = _differentiated(skeleton, compiled, own, names, compare, records)
         if isinstance(error, AlignmentError):
             raise error
         if error is not None and _differentiable(model, compiled, example, names):
@@ -196,7 +212,7 @@ def lowered_on_shapes(
     model: nn.Module, program: Program, rank: int, device: torch.device = _META
 ) -> tuple[nn.Module, ShapeCommunicator]:
     """A skeleton of the stock model, in the program's mode, sharded as a rank would have it; and its communicator."""
-    skeleton = make_skeleton(model).model.train(program.training)
+    skeleton = _in_mode(model, program)
     axis = ShapeCommunicator(program.size, rank)
     distributor = _ShapeDistributor(fake_mesh(program.size, rank, "rehearsal"), axis, None)
     distributor.device = device
@@ -204,6 +220,12 @@ def lowered_on_shapes(
         warnings.simplefilter("ignore")  # of kernels that aren't there
         lower(skeleton, program, distributor)
     return skeleton, axis
+
+
+def _in_mode(model: nn.Module, program: Program) -> nn.Module:
+    """A skeleton in the program's mode: in its own, some of its modules may be in the other."""
+    skeleton = make_skeleton(model).model
+    return skeleton if skeleton.training == program.training else skeleton.train(program.training)
 
 
 def differentiate(result: Any) -> None:
@@ -218,23 +240,25 @@ def _differentiated(
     example: _Call,
     names: Sequence[str],
     compare: Callable[[Sequence[Step | Heard]], None] | None = None,
+    records: bool = True,
 ) -> Exception | None:
     """Run the call and its backward on shapes; what the backward raised. `compare` is told the steps of the former."""
     call = with_tensors(*example, names, like_on(_META))
-    taken = frozenset(a.location for a in compiled.assumptions if a.taken and a.location is not None)
-    device, values = torch.device(compiled.program.device), compiled.facts is not None
-    settings = CaptureSettings(model.training, taken, device, values=values, picking=compiled.picking)
-    with naming_failures(model), on_shapes(model, settings) as recorder:
+    settings = replace(
+        compiled.settings, training=model.training, values=compiled.facts is not None, records=records,
+        reducing=frozenset[str](), looking=frozenset[str](),
+    )  # fmt: skip
+    with on_shapes(model, settings) as recorder, _told_of_calls(model, recorder), naming_failures(model):
         tell_inputs(recorder, example, call, names)
         recorder.steps.listens = compare is not None
-        recorder.steps.modules = {id(module): name for name, module in named_modules(model)}
-        with without_packing():
+        with without_packing(), torch.set_grad_enabled(records):
             result = model(*call[0], **call[1])
         recorder.steps.listens = False
         if compare is not None:
             compare(recorder.frames[0].steps)
         try:
-            differentiate(result)
+            if records:
+                differentiate(result)
         except Exception as error:
             return error
     return None
@@ -242,8 +266,33 @@ def _differentiated(
 
 def _differentiable(model: nn.Module, compiled: Compiled, example: _Call, names: Sequence[str]) -> bool:
     """Whether the stock model has a backward: a body may overwrite what that needs, and so be for evaluation alone."""
-    skeleton = make_skeleton(model).model.train(compiled.program.training)
+    skeleton = _in_mode(model, compiled.program)
     return _differentiated(skeleton, compiled, example, names) is None
+
+
+@contextmanager
+def _told_of_calls(model: nn.Module, recorder: Recorder) -> Generator[None]:
+    """A block in which a recorder knows which call of which module runs, and by whose code what is called."""
+    modules, calls = dict(named_modules(model)), Counter[str]()
+    recorder.steps.modules = {id(module): name for name, module in modules.items()}
+
+    def enter(name: str, *_: object) -> None:
+        recorder.frames.append(OpenFrame(name, calls[name], []))
+        calls[name] += 1
+
+    def leave(*_: object) -> None:
+        frame = recorder.frames.pop()
+        recorder.frames[-1].steps += frame.steps
+
+    handles: list[RemovableHandle] = []
+    for name, module in modules.items():
+        handles.append(module.register_forward_pre_hook(functools.partial(enter, name), prepend=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
@@ -293,7 +342,14 @@ def like_on(device: torch.device) -> Callable[[Path, Tensor], Tensor]:
         if is_wrapper(tensor):
             return wrapper_on_meta(tensor)
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        return made.requires_grad_().clone() if tensor.requires_grad else made  # no leaf: bodies may write to it
+        if not tensor.requires_grad:
+            return made
+        copy = made.requires_grad_().clone()  # no leaf: bodies may write to it
+        if copy.stride() == made.stride() or not made.numel():
+            return copy
+        most = 1 + sum(stride * (size - 1) for size, stride in zip(made.shape, made.stride(), strict=True))
+        memory = torch.empty(most, dtype=tensor.dtype, device=device, requires_grad=True)
+        return memory.clone().as_strided(made.shape, made.stride())
 
     return like
 

@@ -71,6 +71,10 @@ class Guard(Protocol):
         """What of the model's state proofs are kept apart by."""
         ...
 
+    def asks_flags(self) -> bool:
+        """Whether bodies ask parameters if they require grad."""
+        ...
+
     def look(self) -> int | None:
         """The state now, as it was changed since the last call; None if all is to be proved anew."""
         ...
@@ -463,6 +467,7 @@ class Variants:
                 held.runtime.handed_out.alone = None if self._guard is None else self.alone
                 held.runtime.handed_out.again = self.again
                 held.runtime.handed_out.state = self.state
+                held.runtime.handed_out.asks_flags = None if self._guard is None else self._guard.asks_flags
                 held.runtime.handed_out.calls = self._calls
             held.module.__dict__[RUNTIME] = held.runtime
             for attribute, value in held.attributes:

@@ -39,12 +39,12 @@ from tpplan.compiler.check.same_steps import (
     differing,
     promised_shape,
 )
+from tpplan.compiler.ir.arrivals import with_parts
 from tpplan.compiler.ir.inner_gradient import GRADIENT
-from tpplan.compiler.ir.kept_tensors import is_wrapper, wrapper_on_meta
 from tpplan.compiler.ir.layout import REPLICATED, Collective, Layout, Pack, reshard_between
 from tpplan.compiler.ir.locations import Location
 from tpplan.compiler.ir.program import LocalAttribute, splits_sequence
-from tpplan.compiler.ir.pytree import Walk, leaves, with_tensors
+from tpplan.compiler.ir.pytree import Walk, leaves
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.steps import Heard, Stream
 from tpplan.compiler.ir.trace import Cut, Frame, Operation, Path, Trace, Value
@@ -471,17 +471,8 @@ def _local_parameter_shapes(given: CheckInput) -> dict[str, tuple[int, ...]]:
 
 def local_call(given: CheckInput) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The example call as a rank gets it."""
-
-    def local(path: Path, tensor: Tensor) -> Tensor:
-        if path not in given.parts:
-            return tensor
-        shape = given.parts[path].local_shape(tuple(tensor.shape), given.size, given.rank)
-        if is_wrapper(tensor):
-            return wrapper_on_meta(tensor, shape)
-        return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
-
     names = argument_names(type(given.model).forward)
-    return with_tensors(given.arguments, given.keywords, names, local)
+    return with_parts(given.parts, given.size, given.rank, given.arguments, given.keywords, names)
 
 
 class _LocalBoundary:

@@ -12,8 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from tpplan.compiler.ir.kept_tensors import is_wrapper, wrapper_on_meta
+from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import with_tensors
 from tpplan.compiler.ir.trace import Path
@@ -38,4 +41,25 @@ def call_on_rank(
     return with_tensors(arguments, keywords, names, part)
 
 
-__all__ = ["call_on_rank"]
+def with_parts(
+    parts: Mapping[Path, Layout],
+    size: int,
+    rank: int,
+    arguments: Sequence[Any],
+    keywords: Mapping[str, Any],
+    names: Sequence[str],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call with whole tensors, as a rank gets it that has its own parts of some, such as of a cache's; on `meta`."""
+
+    def local(path: Path, tensor: Tensor) -> Tensor:
+        if path not in parts:
+            return tensor
+        shape = parts[path].local_shape(tuple(tensor.shape), size, rank)
+        if is_wrapper(tensor):
+            return wrapper_on_meta(tensor, shape)
+        return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+
+    return with_tensors(arguments, keywords, names, local)
+
+
+__all__ = ["call_on_rank", "with_parts"]

@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tpplan.compat.tensors import READ_VERSION
+from tpplan.compat.tensors import MEMORY_OF_OTHERS, READ_VERSION
 from tpplan.compiler.ir.observations import Asked
 from tpplan.compiler.ir.steps import Heard, passed_numbers, side_of, step_of
+from tpplan.compiler.trace.gradient_flow import HOOKS
 from tpplan.compiler.trace.tape import OpenFrame, RunTape
 from tpplan.compiler.trace.unfollowed import UnfollowedError
 from tpplan.state.ambient import RECORDING
@@ -30,6 +31,7 @@ _AUTOGRADS_OWN: dict[Any, str] = {Tensor.grad.__get__: "grad", Tensor.is_leaf.__
 _MEMORYS_OWN: dict[Any, str] = {
     READ_VERSION: "_version",
     Tensor.storage_offset: "storage_offset()",
+    **MEMORY_OF_OTHERS,
 }
 _NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 _STRIDES = frozenset((Tensor.is_contiguous, Tensor.stride))
@@ -75,6 +77,11 @@ class AskedObserver:
         if func == _SET_DATA and isinstance(args[0], nn.Parameter) and step_of(func, depth=1):
             raise UnfollowedError(
                 "it assigns to a parameter's `.data`", "write to the parameter under `torch.no_grad()` instead"
+            )
+        if func in HOOKS and isinstance(args[0], nn.Parameter) and step_of(func, depth=1):
+            raise UnfollowedError(
+                "it registers a hook on a parameter, which stays: the gradient would pass one more after each call",
+                "register it once, on the parameter of the sharded model",
             )
         if func is Tensor.is_inference and step_of(func, depth=1):
             raise UnfollowedError(

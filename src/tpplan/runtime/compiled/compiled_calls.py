@@ -77,7 +77,8 @@ def run_compiled(
     before, handed_out.placed = handed_out.placed, True
     try:
         for held, name, read, table in places:
-            held[name] = read(_whole(table[name], module))
+            parameter = _whole(table[name], module)
+            held[name] = handed_out.told(read(parameter), parameter)
         with unseen(), nullcontext() if drawn is None else drawn:
             return _body(module, compiler, args, kwargs)
     finally:

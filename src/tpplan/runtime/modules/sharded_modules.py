@@ -69,7 +69,9 @@ class ShardedModule(Watched):
         lent = [(o, n, o.__dict__[n]) for o, n, *_ in around if n in o.__dict__] if around else ()
         for owner, name, read in runtime.reads:
             # An instance attribute comes before nn.Module's own look-up of parameters.
-            owner.__dict__[name] = read(owner._parameters[name])  # pyright: ignore
+            parameter: Any = owner._parameters[name]
+            local = read(parameter)
+            owner.__dict__[name] = runtime.handed_out.told(local, parameter) if runtime.handed_out.flagged else local
         for owner, name, read in runtime.parts:
             owner.__dict__[name] = read(owner._buffers[name])  # pyright: ignore
         try:
@@ -268,7 +270,7 @@ def _is_plain(runtime: ModuleRuntime, writes: Writes | None) -> bool:
         return False
     if writes is not None and (writes.cut or writes.compiled):
         return False
-    if runtime.direct is None or runtime.direct.in_place or has_dispatch_modes():
+    if runtime.direct is None or runtime.direct.in_place or runtime.handed_out.flagged or has_dispatch_modes():
         return False
     return not (runs_backward() or is_jit_traced())
 

@@ -187,6 +187,8 @@ class HandedOut:
         alone: called before a module runs by itself, outside of any forward of the root.
         again: called before a module runs once more in a backward, with the call's entry in `calls`.
         state: tells what state the model is in, of what its code reads.
+        asks_flags: tells whether bodies ask parameters if they require grad.
+        flagged: whether what they read says so in the forward under way, also where no gradient is recorded.
         ended: called when a forward of the root has ended, where the ranks compare what they do.
         within: whether a call of either kind is under way.
         lends: whether local tensors are in place for as long as the call takes.
@@ -216,6 +218,8 @@ class HandedOut:
         self.alone: Callable[[], None] | None = None
         self.again: Callable[[Ran, bool], None] | None = None
         self.state: Callable[[], int] | None = None
+        self.asks_flags: Callable[[], bool] | None = None
+        self.flagged = False
         self.ended: Callable[[], None] | None = None
         self.within = False
         self.lends = False
@@ -249,7 +253,14 @@ class HandedOut:
 
     def begin(self) -> None:
         """Begin a call, of which nothing has been compiled yet."""
+        self.flagged = self.asks_flags is not None and self.asks_flags()
         self.uncompiled, self.compiler, self.compiled_by = False, None, None
+
+    def told(self, local: Tensor, parameter: Tensor) -> Tensor:
+        """What was read of a parameter, which says whether that requires grad, if bodies ask."""
+        if not self.flagged or torch.is_grad_enabled() or local.requires_grad or not parameter.requires_grad:
+            return local
+        return local.detach().requires_grad_()
 
     def add(self, parameters: Sequence[Tensor], read: Callable[..., tuple[Tensor, ...]]) -> None:
         """Hand out `parameters`, read by one node, or each by its own."""
