@@ -502,6 +502,27 @@ def test_what_a_lowered_model_cannot_run_is_told_when_it_is_compiled() -> None:
         tpplan.compile_plan(Looks().double(), plan_of(MLP), 2, (x().detach(),))
 
 
+class Penalised(Body):
+    """Adds the squares of some parameters, each of them read by its name or as one of all."""
+
+    def __init__(self, by_name: bool) -> None:
+        super().__init__(longer)
+        self.norm, self.by_name = nn.LayerNorm(HIDDEN), by_name
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = [self.norm.weight] if self.by_name else [p for n, p in self.named_parameters() if n == "norm.weight"]
+        return self.down(self.up(self.norm(x)) + sum(p.square().mean() for p in held))
+
+
+@pytest.mark.parametrize("rules", [MLP, MLP | {"norm": "sequence"}])
+def test_a_parameter_is_not_read_past_the_sum_of_its_gradient(rules: dict[str, Any]) -> None:
+    with pytest.raises(tpplan.CompileError, match=r"TP136.* TP140 .*`norm.weight` itself, where nobody sums its grad"):
+        tpplan.compile_plan(Penalised(False).double(), plan_of(rules), 2, (x().detach(),))
+    torch.manual_seed(0)
+    calls = [((x(scale=scale).detach(),), {}) for scale in (1.0, 2.0)]
+    assert max(worst(Penalised(True).double(), rules, 2, calls[0], calls)) < TOLERANCE
+
+
 class Ponders(Body):
     """Adds up results until enough has come together, which is nothing at first."""
 

@@ -246,8 +246,10 @@ class HandedOut:
         self.runs_in = _here()
         self.begin()
         self.singly = torch.is_grad_enabled() and splits_backward()
-        if summed and torch.is_grad_enabled():
-            self.add([p for p in summed if p.requires_grad], functools.partial(_apply_summed_shards, self.summing))
+        wanted = [p for p in summed if p.requires_grad] if torch.is_grad_enabled() else []
+        if wanted:
+            self.add(wanted, functools.partial(_apply_summed_shards, self.summing))
+        forwards.summed = (*forwards.summed, frozenset(map(id, wanted)))
         forwards.opened += 1
         forwards.count += 1  # once nothing can raise: who opens a forward closes it
 
@@ -279,6 +281,7 @@ class HandedOut:
     def close(self, outer: _Outer) -> None:
         """End a forward, and go on with the one around it; the autograd graph keeps what it needs."""
         forwards.count -= 1
+        forwards.summed = forwards.summed[:-1]
         self.shards = None
         self.made.clear()
         self.note(False)

@@ -79,7 +79,16 @@ def _sharded_among(held: Any) -> list[DTensor]:
 
 
 def _refuse_activations(operator: OpOverload, held: Any) -> None:
-    """Refuse plain tensors in a forward: they may be a rank's part."""
+    """Refuse plain tensors in a forward: they may be a rank's part; and parameters whose gradients are summed."""
+    summed = frozenset[int]().union(*forwards.summed)
+    past = [tensor for tensor in _sharded_among(held) if id(tensor) in summed] if summed else []
+    if past and torch.is_grad_enabled() and operator.name() != "aten::detach":
+        raise UnprovedModuleError.of(
+            "TP140",
+            f"a forward computes `{operator.name()}` with {shown(past[0])} itself, where nobody sums its gradient",
+            help="read it by its name, as `module.weight`, not by `parameters()` or `_parameters`; or compute this "
+            "outside of the forward",
+        )
     plain: list[Tensor] = []
     mapped(held, lambda tensor: plain.append(tensor) if not isinstance(tensor, (DTensor, ShardedView)) else None)
     if any(tensor.dim() for tensor in plain):

@@ -35,10 +35,12 @@ class _Forwards(threading.local):
     Attributes:
         count: how many are under way.
         opened: how many there were.
+        summed: for each of those under way, the parameters whose gradients are summed, by id.
     """
 
     count = 0
     opened = 0
+    summed: tuple[frozenset[int], ...] = ()
 
 
 forwards = _Forwards()
