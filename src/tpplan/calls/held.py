@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tpplan.calls.coverage import Written
 from tpplan.compat.hooks import hook_tables
 from tpplan.compat.modes import without_dispatch_modes, without_function_modes
-from tpplan.compat.modules import own_buffers, own_modules, own_parameters
+from tpplan.compat.modules import hidden_names, own_buffers, own_parameters
 from tpplan.compiler.ir.objects import without_checkpoint
 from tpplan.compiler.trace.skeleton import transplanted
 from tpplan.compiler.trace.slots import hook_name
@@ -397,7 +397,8 @@ class Held:
             and not (place.is_function and (is_function(held) or isinstance(held, ModuleType)))
         ]
         functions = [held for place in self._deep for held in self._written(place)]
-        self.hidden = next((self._shown(place) for place in self._hidden()), None)
+        hidden = (Place(module, name) for module in self._names for name in hidden_names(module))
+        self.hidden = next(map(self._shown, hidden), None)
         self._own = [*map(vars, self._names)]
         self._lengths = [*map(len, self._own)]
         self._values: Values | None = self._values_in(self._now.keys() - self.by_forwards)
@@ -411,12 +412,6 @@ class Held:
         for place in self._functions:
             spaces.setdefault(place.holder, []).append(place.name)
         self._flat: Flat | None = Flat([*deep, *functions, *self._kinds, *marked], self._names, spaces)
-
-    def _hidden(self) -> Iterator[Place]:
-        for module in self._names:
-            own, *tables = vars(module), own_parameters(module), own_buffers(module), own_modules(module)
-            found = (name for table in tables for name, held in table.items() if name in own and held is not None)
-            yield from (Place(module, name) for name in found)
 
     def _values_in(self, places: Iterable[Place]) -> Values:
         """What stands in those of these places that are modules' own attributes, and hold nothing else."""

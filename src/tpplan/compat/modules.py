@@ -110,6 +110,16 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def hidden_names(module: nn.Module) -> list[str]:
+    """The names of parameters, buffers and children that Python doesn't find, as `__dict__` has something by these.
+
+    For every torch.
+    """
+    tables: tuple[dict[str, Any], ...] = (own_parameters(module), own_buffers(module), own_modules(module))
+    own = vars(module)
+    return [name for table in tables for name, held in table.items() if held is not None and name in own]
+
+
 def kept_buffers(module: nn.Module) -> Callable[[], None]:
     """How to put the buffers of a module and of those inside back to what they hold. For every torch."""
     kept = [(buffer, version_of(buffer), buffer.detach().clone()) for buffer in module.buffers()]

@@ -134,6 +134,11 @@ class Compiled:
     settings: CaptureSettings = field(default_factory=lambda: CaptureSettings(True))
 
     @property
+    def lowered_settings(self) -> CaptureSettings:
+        """How a run of the lowered model is recorded: there, functions over classes and rows are the runtime's."""
+        return replace(self.settings, reducing=frozenset[str](), looking=frozenset[str]())
+
+    @property
     def digest(self) -> Digest:
         """Of the program, and of the run that it was made from: equal on ranks that will do the same."""
         return replace(self.traced, work=f"{self.program.digest} {self.traced.work}")

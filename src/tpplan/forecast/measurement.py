@@ -29,7 +29,6 @@ from tpplan.compat.modules import named_modules
 from tpplan.compat.tensors import storage_key
 from tpplan.compiler.ir.arrivals import call_on_rank
 from tpplan.compiler.ir.locations import Location
-from tpplan.compiler.ir.observations import CaptureSettings
 from tpplan.compiler.ir.overlaps import Overlap
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import leaves, tensors_of, with_tensors
@@ -317,10 +316,7 @@ def _run(
     axis.observe = tally.collective
     stand_in(skeleton, stream, tally)
     arguments, keywords = with_tensors(*call, names, like_on(_META))
-    settings = CaptureSettings(
-        skeleton.training, taken, torch.device(program.device), values=compiled.facts is not None,
-        picking=compiled.settings.picking,
-    )  # fmt: skip
+    settings = replace(compiled.lowered_settings, taken=taken)
     owned = {id(held.untyped_storage()): held for held in (*skeleton.parameters(), *skeleton.buffers())}
     held = {tally.number(tensor) for tensor in owned.values()} | {-storage_key(_plain(t)) for t in owned.values()}
     around = Surroundings(skeleton)

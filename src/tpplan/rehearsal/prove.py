@@ -21,7 +21,7 @@ def prove(request: Request) -> Compiled:
     """
     with without_collection():
         compiled = compile_call(request)
-        rehearse(request.model, compiled, request.arguments, request.keywords, request.records, request.parts)
+        rehearse(request.model, compiled, request.arguments, request.keywords, request.parts)
     return compiled
 
 

@@ -46,7 +46,7 @@ from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.compiler.trace.tape import OpenFrame
 from tpplan.cost.communication import bytes_sent
-from tpplan.plan import CompileError, Diagnostic, InternalError
+from tpplan.plan import CompileError, Diagnostic, InternalError, TpplanError
 from tpplan.progress import doing
 from tpplan.rehearsal.same_path import is_in, refuse_other_path
 from tpplan.runtime.lower import lower
@@ -150,7 +150,6 @@ def rehearse(
     compiled: Compiled,
     arguments: Sequence[Any],
     keywords: Mapping[str, Any],
-    records: bool = True,
     parts: Mapping[Path, Layout] = MappingProxyType({}),
 ) -> list[Rehearsed]:
     """Run a program on shapes, once for each kind of rank.
@@ -159,7 +158,6 @@ def rehearse(
         model: the stock model; not changed.
         compiled: the program, and what is known of its bodies.
         arguments, keywords: the call that it was compiled for.
-        records: whether autograd records in it; there is no backward if not.
         parts: the tensors of the call of which a rank has its part only.
 
     Returns:
@@ -173,7 +171,7 @@ def rehearse(
     program = compiled.program
     left = {path: layout for path, layout in parts.items() if path not in program.arriving}
     return [
-        _rehearse(model, compiled, with_parts(left, program.size, rank, *example, names), names, rank, records)
+        _rehearse(model, compiled, with_parts(left, program.size, rank, *example, names), names, rank)
         for rank in kinds_of_ranks(compiled)
     ]
 
@@ -183,9 +181,7 @@ def kinds_of_ranks(compiled: Compiled) -> list[int]:
     return sorted({id(compiled.streams[rank]): rank for rank in sorted(compiled.streams, reverse=True)}.values())
 
 
-def _rehearse(
-    model: nn.Module, compiled: Compiled, example: _Call, names: Sequence[str], rank: int, records: bool
-) -> Rehearsed:
+def _rehearse(model: nn.Module, compiled: Compiled, example: _Call, names: Sequence[str], rank: int) -> Rehearsed:
     program = compiled.program
     skeleton, axis = lowered_on_shapes(model, program, rank)
     standing = stand_in(skeleton, compiled.streams[rank])
@@ -194,7 +190,7 @@ def _rehearse(
         own = call_on_rank(program, rank, *example, names)
         compare = functools.partial(refuse_other_path, skeleton, compiled.streams[rank], rank)
         with noting_settings(set(), around.files):
-            error = _differentiated(skeleton, compiled, own, names, compare, records)
+            error = _differentiated(skeleton, compiled, own, names, compare)
         if isinstance(error, AlignmentError):
             raise error
         if error is not None and _differentiable(model, compiled, example, names):
@@ -239,25 +235,21 @@ def _differentiated(
     compiled: Compiled,
     example: _Call,
     names: Sequence[str],
-    compare: Callable[[Sequence[Step | Heard]], None] | None = None,
-    records: bool = True,
+    compare: Callable[[Sequence[Step | Heard], Any], None] | None = None,
 ) -> Exception | None:
-    """Run the call and its backward on shapes; what the backward raised. `compare` is told the steps of the former."""
+    """Run the call and its backward on shapes; what the backward raised. `compare` is told steps and result."""
     call = with_tensors(*example, names, like_on(_META))
-    settings = replace(
-        compiled.settings, training=model.training, values=compiled.facts is not None, records=records,
-        reducing=frozenset[str](), looking=frozenset[str](),
-    )  # fmt: skip
+    settings = compiled.lowered_settings
     with on_shapes(model, settings) as recorder, _told_of_calls(model, recorder), naming_failures(model):
         tell_inputs(recorder, example, call, names)
         recorder.steps.listens = compare is not None
-        with without_packing(), torch.set_grad_enabled(records):
+        with without_packing(), torch.set_grad_enabled(settings.records):
             result = model(*call[0], **call[1])
         recorder.steps.listens = False
         if compare is not None:
-            compare(recorder.frames[0].steps)
+            compare(recorder.frames[0].steps, result)
         try:
-            if records:
+            if settings.records:
                 differentiate(result)
         except Exception as error:
             return error
@@ -317,6 +309,9 @@ def _note_failure(name: str, *_: object) -> None:
 
 def cannot_run(error: Exception, rank: int) -> Diagnostic:
     """What the model's own code couldn't do with what a rank holds: TP136."""
+    if isinstance(error, TpplanError):
+        (first, *_) = error.diagnostics
+        return replace(first, code="TP136", message=f"the sharded model can't run as rank {rank}: {first.message}")
     at, where = "", vars(error).get(_FAILED, "")
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename

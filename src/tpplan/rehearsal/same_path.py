@@ -1,7 +1,7 @@
 """Same path: whether the bodies of a lowered model do what those of the stock one did when they were checked.
 
-in:  the steps of the check, on a rank's shapes, and those of the rehearsal, on the same shapes
-out: nothing, or a TP139 at the first that differs, or that passes another number
+in:  the steps of the check, on a rank's shapes, and those of the rehearsal, on the same shapes, with what is returned
+out: nothing, or a TP139 at the first that differs, or that passes or returns another number
 
     h * (2 if type(self.up) is nn.Linear else 3)   ->   TP139: `mul` is called with 3, and with 2 where it was checked
 
@@ -11,13 +11,14 @@ from a rewritten one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
+from typing import cast
 
 from torch import nn
 
 from tpplan.compat.modules import named_modules
-from tpplan.compiler.ir.steps import Heard, Step, Stream
+from tpplan.compiler.ir.steps import Heard, Step, Stream, passed_numbers
 from tpplan.plan import CompileError, Diagnostic
 from tpplan.runtime.modules.swapped import replaces_body
 
@@ -27,14 +28,16 @@ _WAY_OUT = (
 )
 
 
-def refuse_other_path(model: nn.Module, checked: Stream, rank: int, ran: Sequence[Step | Heard]) -> None:
+def refuse_other_path(
+    model: nn.Module, checked: Stream, rank: int, ran: Sequence[Step | Heard], result: object
+) -> None:
     """Compare the steps of a rehearsal with those of the check.
 
     Args:
         model: the lowered model.
         checked: the steps of the check.
         rank: whose shapes both ran on.
-        ran: the steps of the rehearsal.
+        ran, result: the steps of the rehearsal, and what the model returned.
 
     Raises:
         CompileError: TP139, if they aren't the same.
@@ -47,12 +50,15 @@ def refuse_other_path(model: nn.Module, checked: Stream, rank: int, ran: Sequenc
         for step in ran
         if isinstance(step, Step) and step.code not in varying and not is_in(step.module, replaced)
     ]
-    if ours == theirs:
+    returned = passed_numbers(result)
+    if ours == theirs and returned == checked.returned:
         return
-    proved, real = next(pair for pair in zip_longest(ours, theirs) if pair[0] != pair[1])
-    message = (
-        f"the model can tell, as rank {rank}, that it was rewritten, and does something else: {_told(proved, real)}"
+    what = (
+        _told_of_steps(*next(pair for pair in zip_longest(ours, theirs) if pair[0] != pair[1]))
+        if ours != theirs
+        else "it returns {}, where the stock model returns {}".format(*_first_differing(returned, checked.returned))
     )
+    message = f"the model can tell, as rank {rank}, that it was rewritten, and does something else: {what}"
     raise CompileError([Diagnostic("TP139", message, help=_WAY_OUT)])
 
 
@@ -65,23 +71,24 @@ def is_in(name: str, modules: frozenset[str]) -> bool:
     return True
 
 
-def _told(proved: Step | None, real: Step | None) -> str:
+def _told_of_steps(proved: Step | None, real: Step | None) -> str:
     """Where the two part, in words."""
     if proved is not None and real is not None and proved[:3] == real[:3]:
-        now, then = next(_differing(real.passed, proved.passed), ("another argument", "this one"))
+        now, then = _first_differing(real.passed, proved.passed)
         return f"at {real.location.short} `{real.name}` is called with {now}, where the stock model passes {then}"
     does = "it ends" if real is None else f"at {real.location.short} it calls `{real.name}`"
     did = "ends" if proved is None else f"calls `{proved.name}` at {proved.location.short}"
     return f"{does} where the stock model {did}"
 
 
-def _differing(one: object, other: object) -> Iterator[tuple[object, object]]:
-    """The leaves of two nests of numbers that differ."""
-    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):  # pyright: ignore
-        for mine, its in zip(one, other, strict=True):  # pyright: ignore[reportUnknownVariableType,reportUnknownArgumentType]
-            yield from _differing(mine, its)  # pyright: ignore[reportUnknownArgumentType]
-    elif one != other:
-        yield one, other
+def _first_differing(one: object, other: object) -> tuple[object, object]:
+    """The first leaf that differs of two nests of numbers."""
+    ours, theirs = (cast("Sequence[object]", held) if isinstance(held, tuple) else () for held in (one, other))
+    if len(ours) == len(theirs):
+        for mine, its in zip(ours, theirs, strict=True):
+            if mine != its:
+                return _first_differing(mine, its)
+    return one, other
 
 
 __all__ = ["is_in", "refuse_other_path"]

@@ -46,7 +46,7 @@ from tpplan.compiler.ir.locations import Location
 from tpplan.compiler.ir.program import LocalAttribute, splits_sequence
 from tpplan.compiler.ir.pytree import Walk, leaves
 from tpplan.compiler.ir.region import Instance
-from tpplan.compiler.ir.steps import Heard, Stream
+from tpplan.compiler.ir.steps import Heard, Stream, passed_numbers
 from tpplan.compiler.ir.trace import Cut, Frame, Operation, Path, Trace, Value
 from tpplan.compiler.place.assign import PlacedReshard, record_of
 from tpplan.compiler.rewrite.replay import Replay
@@ -198,13 +198,14 @@ def run_rank(
         if left and boundary.skipped and not every_call:
             return run_rank(given, attributes, excused, recorded, every_call=True)  # calls left out write as well
         found += left
-    stream = None if state.heard is None else _stream(boundary.filled(state.heard), given.trace)
+    returned = passed_numbers(state.results.get(("", 0)))
+    stream = None if state.heard is None else _stream(boundary.filled(state.heard), given.trace, returned)
     first = min(found, key=_when, default=None)
     return first if first is None else replace(first, shown=boundary.shown_before(first.when, frames)), stream
 
 
-def _stream(heard: Heard, trace: Trace) -> Stream:
-    return Stream(heard, trace.numbers.chosen, trace.effects.cached, trace.numbers.leaving_out)
+def _stream(heard: Heard, trace: Trace, returned: object) -> Stream:
+    return Stream(heard, trace.numbers.chosen, trace.effects.cached, trace.numbers.leaving_out, returned)
 
 
 def _unused_gradients(trace: Trace) -> Iterator[tuple[tuple[str, int, int], list[bool]]]:

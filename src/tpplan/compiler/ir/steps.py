@@ -10,12 +10,13 @@ import dis
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Number
 from pathlib import Path
 from types import CodeType, FrameType, MappingProxyType, NoneType
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tpplan.compat.modes import without_function_modes
 from tpplan.compiler.ir.locations import Location
@@ -97,12 +98,14 @@ class Stream:
         varying: calls, as (module, call), whose steps depend on what is found in a tensor; they aren't compared.
         leaving_out: those of them whose code asks which parts have no rows.
         cached: code that runs only where a `functools.lru_cache` has no result yet; nor are its steps.
+        returned: what the model returned beside tensors.
     """
 
     root: Heard
     varying: frozenset[tuple[str, int]] = frozenset()
     cached: frozenset[CodeType] = frozenset()
     leaving_out: frozenset[tuple[str, int]] = frozenset()
+    returned: object = None
     _calls: dict[tuple[str, int], Heard] = field(default_factory=dict[tuple[str, int], Heard])
 
     def __post_init__(self) -> None:
@@ -179,16 +182,16 @@ def _run(heard: Heard, replaced: frozenset[str]) -> Iterator[Step]:
 
 def passed_numbers(passed: object) -> object:
     """What arguments hold beside tensors, to be compared."""
-    if isinstance(passed, Tensor):
-        return Tensor
-    if isinstance(passed, (tuple, list)):
+    if isinstance(passed, (Tensor, nn.Module)):
+        return Tensor if isinstance(passed, Tensor) else nn.Module
+    if isinstance(passed, (tuple, list, range)):
         return tuple([passed_numbers(item) for item in cast("Sequence[object]", passed)])
     if isinstance(passed, dict):
         held = cast("dict[object, object]", passed)
         return tuple([(name, passed_numbers(item)) for name, item in held.items()])
     if isinstance(passed, slice):
         return passed_numbers(passed.__reduce__()[1])  # its three numbers
-    if isinstance(passed, float):
+    if isinstance(passed, Number) and not isinstance(passed, int):
         return repr(passed)  # such that NaN is NaN
     return passed if isinstance(passed, (bool, int, str, torch.dtype, NoneType)) else type(passed)
 

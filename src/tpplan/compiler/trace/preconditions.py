@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Set
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from tpplan.compat.hooks import has_gradient_hooks, hooks_of
-from tpplan.compat.modules import named_modules, own_buffers, own_modules, own_parameters
+from tpplan.compat.modules import hidden_names, named_modules, own_buffers, own_parameters
 from tpplan.compat.subclasses import computes_otherwise
 from tpplan.compiler.ir.assembly import UNFROZEN, Assembly
 from tpplan.compiler.ir.kept_tensors import WrapperError
@@ -35,6 +34,10 @@ from tpplan.state.reads import global_content, marks_on, read_of_classes, shown,
 MARK = "_tpplan"
 WANTS_GRADIENT = "requires grad, and isn't a parameter, so that no sum over the ranks is placed for its gradient"
 NO_PARAMETER = "make it an `nn.Parameter`"
+_HIDDEN = "is hidden by an attribute of the same name in the `__dict__` of its module"
+_SHOW = "delete it from `vars(module)`, or set the parameter, the buffer or the module instead"
+_HOOKED = "has a hook on its gradient, which would be lost with the parameter that is replaced"
+_HOOK_LATER = "parallelize first, and register the hook on the parameter that the model has then"
 _STOCK = frozenset(vars(nn.Module()))
 
 
@@ -115,31 +118,17 @@ def unfit_findings(model: nn.Module) -> list[Diagnostic]:
                 )
             )
     findings += [
-        Diagnostic(
-            code="TP112",
-            message=f"`{name}` is hidden by an attribute of the same name in the `__dict__` of its module",
-            help="delete it from `vars(module)`, or set the parameter, the buffer or the module instead",
-            subject=name.rpartition(".")[0],
-        )
-        for name in _hidden(model)
+        _unsupported(f"{name}.{leaf}".lstrip("."), _HIDDEN, _SHOW)
+        for name, module in named_modules(model)
+        for leaf in hidden_names(module)
     ]
     findings += [
-        Diagnostic(
-            code="TP112",
-            message=f"`{name}` has a hook on its gradient, which would be lost with the parameter that is replaced",
-            help="parallelize first, and register the hook on the parameter that the model has then",
-            subject=name.rpartition(".")[0],
-        )
+        _unsupported(name, _HOOKED, _HOOK_LATER)
         for name, parameter in model.named_parameters()
         if has_gradient_hooks(parameter)
     ]
     findings += [
-        Diagnostic(
-            code="TP112",
-            message=f"`{name}` {WANTS_GRADIENT}",
-            help=NO_PARAMETER,
-            subject=name.rpartition(".")[0],
-        )
+        _unsupported(name, WANTS_GRADIENT, NO_PARAMETER)
         for name, held in _other_tensors(model)
         if held.requires_grad and held.is_leaf and not isinstance(held, nn.Parameter)
     ]
@@ -147,6 +136,11 @@ def unfit_findings(model: nn.Module) -> list[Diagnostic]:
     if held is not None:
         findings.append(_already_parallel(f"`{held}` is a DTensor already", held))
     return [*findings, *_of_other_classes(model)]
+
+
+def _unsupported(name: str, what: str, way_out: str) -> Diagnostic:
+    """TP112 for what a module has by a name."""
+    return Diagnostic("TP112", f"`{name}` {what}", help=way_out, subject=name.rpartition(".")[0])
 
 
 def _of_other_classes(model: nn.Module) -> Iterator[Diagnostic]:
@@ -209,14 +203,6 @@ def _other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, held in (*own_buffers(module).items(), *vars(module).items()):
             if isinstance(held, Tensor):
                 yield f"{at}.{name}" if at else name, held
-
-
-def _hidden(model: nn.Module) -> Iterator[str]:
-    for name, module in named_modules(model):
-        tables: tuple[dict[str, Any], ...] = (own_parameters(module), own_buffers(module), own_modules(module))
-        for leaf in (leaf for table in tables for leaf, held in table.items() if held is not None):
-            if leaf in vars(module):
-                yield f"{name}.{leaf}".lstrip(".")
 
 
 def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

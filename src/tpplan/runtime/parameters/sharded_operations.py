@@ -45,6 +45,7 @@ _MADE = {"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"}
 _LISTS = {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"}
 _OTHER_LISTS = {"_foreach_norm", "_foreach_max", "_foreach_mm", "_foreach_powsum"}
 _NORMS = {"linalg_vector_norm", "norm", "sum"}
+_BY_NAME = "read it by its name, as `module.weight`, not by `parameters()` or `_parameters`"
 _NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -86,8 +87,7 @@ def _refuse_activations(operator: OpOverload, held: Any) -> None:
         raise UnprovedModuleError.of(
             "TP140",
             f"a forward computes `{operator.name()}` with {shown(past[0])} itself, where nobody sums its gradient",
-            help="read it by its name, as `module.weight`, not by `parameters()` or `_parameters`; or compute this "
-            "outside of the forward",
+            help=f"{_BY_NAME}; or compute this outside of the forward",
         )
     plain: list[Tensor] = []
     mapped(held, lambda tensor: plain.append(tensor) if not isinstance(tensor, (DTensor, ShardedView)) else None)
@@ -95,7 +95,7 @@ def _refuse_activations(operator: OpOverload, held: Any) -> None:
         raise UnprovedModuleError.of(
             "TP140",
             f"a forward computes `{operator.name()}` with a parameter of a module that isn't called in its proof",
-            help="pass `inputs=` with which every module is called to `parallelize`, or read it outside of the forward",
+            help=f"{_BY_NAME}; and pass `inputs=` with which every module is called to `parallelize`",
         )
 
 
