@@ -309,14 +309,16 @@ def _note_failure(name: str, *_: object) -> None:
 
 def cannot_run(error: Exception, rank: int) -> Diagnostic:
     """What the model's own code couldn't do with what a rank holds: TP136."""
-    if isinstance(error, TpplanError):
-        (first, *_) = error.diagnostics
-        return replace(first, code="TP136", message=f"the sharded model can't run as rank {rank}: {first.message}")
     at, where = "", vars(error).get(_FAILED, "")
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         if not file.startswith(_LIBRARIES) and (not file.startswith(_STANDARD) or "site-packages" in file):
             at = f"in {quoted(where)}, at {file}:{line}"
+    if isinstance(error, TpplanError):
+        first, message = error.diagnostics[0], f"the sharded model can't run as rank {rank}: "
+        return replace(
+            first, code="TP136", message=message + first.message, notes=(*first.notes, *((at,) if at else ()))
+        )
     text = str(error).strip().splitlines()
     way_out = "leave out the rules of the module that the line belongs to, or take what it needs as an argument"
     if "view size is not compatible" in str(error):
