@@ -422,7 +422,7 @@ class Asks(Body):
 
     def __init__(self, ask: Callable[[Any], object]) -> None:
         super().__init__(longer)
-        self.ask = ask
+        self.ask, self.norm = ask, nn.LayerNorm(HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.up(x).relu() * (0.5 if self.ask(self) else 1.0))
@@ -445,14 +445,26 @@ class AsksForAResult(Asks):
 
 SEEN: dict[str, Callable[[Any], object]] = {
     "class of a layer": lambda own: type(own.up) is nn.Linear,
+    "class of a layer without a rule": lambda own: type(own.norm) is nn.LayerNorm,
+    "text of that class": lambda own: "LayerNorm" in {kind.__name__ for kind in type(own.norm).__mro__[1:]},
     "class of the model": lambda own: type(own) in (Asks, AsksForAPath, AsksForAResult),
     "forward of a class": lambda own: type(own.down).forward is nn.Linear.forward,
     "class of a parameter": lambda own: type(own.up.weight) is nn.Parameter,
     "text": lambda own: "Linear(in_features" in repr(own) and "Colwise" not in repr(own),
 }
+LOOKED: dict[str, Callable[[Any], object]] = {
+    "length": lambda own: len(vars(own.up)) > 19,
+    "length of one without a rule": lambda own: len(own.norm.__dict__) > 17,
+    "names": lambda own: any(name.startswith("_tp") for name in vars(own.up)),
+    "list of names": lambda own: len(dir(own.up)) % 2,
+    "copy": lambda own: len({**vars(own)}) % 2,
+    "tensor": lambda own: "weight" in vars(own.up),
+    "forward": lambda own: vars(own.up).get("forward") is None,
+}
 SAME: dict[str, Callable[[Any], object]] = {
     "class": lambda own: isinstance(own.up, nn.Linear) and isinstance(own.up.weight, nn.Parameter),
     "name of a class": lambda own: type(own.up).__name__ == "Linear" and type(own).__name__.startswith("Asks"),
+    "own attribute": lambda own: vars(own.up)["out_features"] == WIDTH and "style" not in vars(own.up),
     "attribute": lambda own: own.up.out_features == WIDTH and not hasattr(own.up, "style"),
 }
 
@@ -462,6 +474,12 @@ SAME: dict[str, Callable[[Any], object]] = {
 def test_what_a_body_can_tell_of_the_rewrite_is_refused(ask: str, kind: type[Asks]) -> None:
     with pytest.raises(tpplan.CompileError, match=r"TP139.*(test_watch.py:\d+ |it returns ).*where the stock model"):
         tpplan.compile_plan(kind(SEEN[ask]).double(), plan_of(MLP), 2, (x().detach(),))
+
+
+@pytest.mark.parametrize("ask", LOOKED)
+def test_what_a_body_sees_in_a_modules_dict_is_refused(ask: str) -> None:
+    with pytest.raises(tpplan.CompileError, match=r"TP110(.|\n)*a module's `__dict__`.*\n(.|\n)*test_watch.py:\d+"):
+        tpplan.compile_plan(Asks(LOOKED[ask]).double(), plan_of(MLP), 2, (x().detach(),))
 
 
 class AsksLater(Asks):

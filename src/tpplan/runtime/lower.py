@@ -254,12 +254,12 @@ def _module_changes(
     changes: list[_Change] = []
     for held in prepared:
         changes.append(_swap_class(held, held.module is modules[""]))
-    writes = None if guard is None else Writes()
+    writes = Writes()
+    writes.onlookers.expected = guard is not None
     variants = Variants(modules, stock, axis, distributor.device, guard, program, prepared, writes)
     changes.append(_Change(lambda: variants.put_in(prepared), variants.take_out))
-    if writes is not None:
-        swapped = {held.module for held in prepared}
-        changes += [_watch(module, writes, not swapped.isdisjoint(module.modules())) for module in modules.values()]
+    swapped = {held.module for held in prepared}
+    changes += [_watch(module, writes, not swapped.isdisjoint(module.modules())) for module in modules.values()]
     if isinstance(axis, LockstepCommunicator):
         changes.append(_Change(functools.partial(check_modules, modules, axis, stock_class), _nothing))
         changes.append(_Change(variants.follow, _nothing))
@@ -350,10 +350,10 @@ class Variants:
         guard: Guard | None,
         program: Program,
         prepared: tuple[Prepared, ...],
-        writes: Writes | None = None,
+        writes: Writes,
     ) -> None:
         """Start with one program; see `lower` for `guard`, `prepare` for the others; `writes` is what users write."""
-        self._writes = Writes() if writes is None else writes
+        self._writes = writes
         self._modules = modules
         self._skeletons = stock
         self._axis = axis

@@ -15,7 +15,7 @@ import builtins
 import sys
 import threading
 from collections import Counter
-from collections.abc import Generator, Iterable, Set
+from collections.abc import Callable, Generator, Iterable, Set
 from contextlib import contextmanager
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -29,6 +29,7 @@ from tpplan.state.content import ContentValue, Identity, Reader
 from tpplan.state.parts import PLAIN, UnseenError, functions_in, is_library, is_premise, names_in
 
 ANYTHING = "__dict__"
+View = Callable[[nn.Module, dict[str, Any]], Any]
 _OF_DTENSORS = frozenset(("_local_tensor", "_spec"))
 _TORCH: tuple[ModuleType | type, ...] = (torch, torch.nn.functional, torch.Tensor)
 _lock = threading.Lock()
@@ -41,6 +42,7 @@ class _Noting(threading.local):
 
     names: set[str] | None = None
     kinds: frozenset[type] = frozenset()
+    view: View | None = None
 
 
 _noting = _Noting()
@@ -49,7 +51,7 @@ _noting = _Noting()
 @contextmanager
 def reads() -> Generator[set[str]]:
     """A block; the names that `note_reads` has modules tell in it are in the set."""
-    before, kinds = _noting.names, _noting.kinds
+    before, kinds, view = _noting.names, _noting.kinds, _noting.view
     _noting.names = set()
     try:
         yield _noting.names
@@ -57,12 +59,18 @@ def reads() -> Generator[set[str]]:
         _count(_noting.kinds - kinds, -1)
         if before is not None:
             before |= _noting.names
-        _noting.names, _noting.kinds = before, kinds
+        _noting.names, _noting.kinds, _noting.view = before, kinds, view
 
 
-def note_reads(modules: Iterable[nn.Module]) -> None:
-    """In a block of `reads`, have modules of these classes tell what they are asked for."""
+def note_reads(modules: Iterable[nn.Module], view: View | None = None) -> None:
+    """In a block of `reads`, have modules of these classes tell what they are asked for.
+
+    Args:
+        modules: of these classes.
+        view: makes what the model's code is shown as the `__dict__` of a module; None for that itself.
+    """
     if _noting.names is not None:
+        _noting.view = view
         new = {_that_tells(type(module)) for module in modules} - _noting.kinds
         _count(new, 1)
         _noting.kinds |= new
@@ -87,10 +95,12 @@ def _count(kinds: Iterable[type], more: int) -> None:
 
 
 def _noted(module: nn.Module, name: str) -> Any:
-    names = _noting.names
+    names, view = _noting.names, None
     if names is not None and (name != ANYTHING or not is_library(_caller())):
         names.add(name)
-    return object.__getattribute__(module, name)
+        view = _noting.view if name == ANYTHING else None
+    held = object.__getattribute__(module, name)
+    return held if view is None else view(module, held)
 
 
 def reached(code: Iterable[CodeType], kinds: Iterable[type[Any]]) -> dict[CodeType, tuple[str, ...]]:
@@ -260,8 +270,10 @@ def global_content(space: ModuleType | type, held: Any, reader: Reader) -> objec
 
 
 def _caller() -> str | None:
-    """The module of Python whose code asks for an attribute."""
-    return sys._getframe(2).f_globals.get("__name__")  # pyright: ignore[reportPrivateUsage]
+    """The module of Python whose code asks for an attribute, or for `dir` of a module."""
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    asks = frame.f_back if frame.f_code is nn.Module.__dir__.__code__ else frame
+    return None if asks is None else asks.f_globals.get("__name__")
 
 
 __all__ = [

@@ -196,7 +196,7 @@ def _raised_at(error: BaseException) -> Location | None:
     own = [
         Location(frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith(INTERNAL)
+        if not frame.f_code.co_filename.startswith((*INTERNAL, "<frozen"))
     ]
     return own[-1] if own else None
 

@@ -38,6 +38,7 @@ from tpplan.compiler.trace.chance import own_generators
 from tpplan.compiler.trace.constants import ConstantWatcher
 from tpplan.compiler.trace.effects import held_tensors
 from tpplan.compiler.trace.gradient_flow import complete_gradients
+from tpplan.compiler.trace.own_attributes import OwnAttributes
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.remains import Remains
 from tpplan.compiler.trace.sequel import Sequel
@@ -251,7 +252,7 @@ def _record(
             if state.boundary is None:
                 recorder.origins.familiar = remains.readable() | set(map(id, wrapped.inner()))
                 stack.enter_context(stock_again(modules.values()))
-            note_reads(modules.values())
+            note_reads(modules.values(), OwnAttributes)
             own = own_generators(_names(model, around))
             states = [state() for _, state in own]
             _refuse_unfinished(model(*example[0], **example[1]))

@@ -66,10 +66,12 @@ class Onlookers:
 
     Attributes:
         followed: the hooks that were found to change something.
+        expected: whether calls are those of a user, around whom there may be some.
     """
 
     def __init__(self) -> None:
         """Know of none."""
+        self.expected = True
         self.followed: list[object] = []
         self._added: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
@@ -104,7 +106,7 @@ class Onlookers:
 
     def are_there(self) -> bool:
         """Whether there is anyone to look at."""
-        return has_modes() or has_hooks_of_all()
+        return self.expected and (has_modes() or has_hooks_of_all())
 
     def names_added(self, module: nn.Module) -> set[str]:
         """The attributes that hooks have added to a module, which is none of the model's business."""
