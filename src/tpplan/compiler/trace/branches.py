@@ -25,7 +25,7 @@ from tpplan.compiler.ir.observations import CaptureSettings
 from tpplan.compiler.ir.trace import Operation, Trace
 from tpplan.compiler.trace.capture import BodyError, Capture, record
 from tpplan.compiler.trace.recorder import Recorder
-from tpplan.compiler.trace.sequel import sequel, state_of
+from tpplan.compiler.trace.sequel import sequel
 from tpplan.compiler.trace.skeleton import Skeleton, make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.compiler.trace.unfollowed import DataDependentError
@@ -108,7 +108,6 @@ def _recorded(
                 raise
         return attempt(taken | {test}, values, picking)
 
-    before = state_of(make_skeleton(model).model, around)
     taken = frozenset[Location]() if chosen is None else chosen
     try:
         trace, state, skeleton = attempt(taken, settings.values)
@@ -140,7 +139,7 @@ def _recorded(
         if len(still) >= len(unused):
             break
         trace, state, unused, skeleton = found, reached, still, other
-    state.sequel = sequel(trace, skeleton.model, before, around, again)
+    state.sequel = sequel(trace, skeleton.model, state.states, around, again)
     effects = replace(trace.effects, reread=trace.effects.reread | state.sequel.reread)
     return replace(trace, effects=effects), state
 

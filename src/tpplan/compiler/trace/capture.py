@@ -38,6 +38,7 @@ from tpplan.compiler.trace.chance import own_generators
 from tpplan.compiler.trace.constants import ConstantWatcher
 from tpplan.compiler.trace.effects import held_tensors
 from tpplan.compiler.trace.gradient_flow import complete_gradients
+from tpplan.compiler.trace.left_state import State
 from tpplan.compiler.trace.own_attributes import OwnAttributes
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.remains import Remains
@@ -119,8 +120,8 @@ class Capture:
     `results` keeps what each module call returned, for runs that stand in for it; `arguments`, where it isn't None,
     what each was called with; `named` the objects that modules were passed, by id, with the arguments' names; `heard`
     is the steps of the run, if the recorder listens; `sequel` says whether later calls run other operations, and
-    whether each of them changes state; `leaves` whether to look for what the run leaves behind; `weights` are arguments
-    that follow from parameters alone, by path.
+    whether each of them changes state; `leaves` whether to look for what the run leaves behind; `states` are what can
+    be told of the state before and after it; `weights` are arguments that follow from parameters alone, by path.
     """
 
     recorder: Recorder
@@ -133,6 +134,7 @@ class Capture:
     named: dict[int, tuple[str, object]] = field(default_factory=dict[int, tuple[str, object]])
     sequel: Sequel = field(default_factory=lambda: Sequel(False, False))
     leaves: bool = True
+    states: tuple[State, State] = field(default_factory=lambda: (State(), State()))
     weights: Collection[Path] = ()
 
 
@@ -283,6 +285,7 @@ def _record(
         if value is not None
     }
     effects = remains.effects(state.results["", 0], state.named, wrapped, foreign.union(recorder.numbers.tested))
+    state.states = remains.states
     root = wrapped.settled(root)
     live = without_dead_operations(root, effects.made)
     root = wrapped.stripped(root, live, effects.made)

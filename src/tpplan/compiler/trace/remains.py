@@ -21,7 +21,7 @@ from tpplan.compiler.ir.observations import Effects
 from tpplan.compiler.ir.pytree import leaves, tensors_in, tensors_of
 from tpplan.compiler.ir.trace import Frame, Operation, Path
 from tpplan.compiler.trace.effects import held_tensors
-from tpplan.compiler.trace.left_state import changes, told
+from tpplan.compiler.trace.left_state import changes, described, told
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.signatures import argument_names, takes_keywords
 from tpplan.compiler.trace.skeleton import Skeleton
@@ -35,7 +35,11 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Remains:
-    """What stands in a model and around it before a run, and is compared with what does afterwards."""
+    """What stands in a model and around it before a run, and is compared with what does afterwards.
+
+    Attributes:
+        states: what can be told of the state before the run and, once its effects are told, after it.
+    """
 
     def __init__(self, skeleton: Skeleton, around: Surroundings, recorder: Recorder, looks: bool) -> None:
         """Look at it before the run, or if it doesn't matter what that leaves, only at tensors."""
@@ -44,6 +48,7 @@ class Remains:
         slots = self._slots()
         self._tensors = [*self._held(slots)]
         self._before, self._numbers = {id(tensor) for _, tensor in self._tensors}, told(slots)
+        self.states = described(slots), described(slots)
         self.buffers = {recorder.value_of(tensor): names for tensor, names in skeleton.buffers}
         self._inputs: dict[Path, int] = {}
 
@@ -97,6 +102,7 @@ class Remains:
             others: values that are read after the run for other reasons.
         """
         slots = self._slots()
+        self.states = self.states[0], described(slots)
         kept = {
             value: name
             for name, tensor in self._held(slots)

@@ -1,6 +1,6 @@
 """Sequel: whether the calls after a recorded one run the same operations.
 
-in:  a skeleton after it was recorded, what it held before, and how to record one
+in:  a skeleton after it was recorded, what it held before and after, and how to record one
 out: whether later calls run other operations; a `LeftStateError` if that goes on changing
 """
 
@@ -22,11 +22,6 @@ from tpplan.compiler.trace.surroundings import Surroundings
 Record = Callable[[Skeleton, Recorder | None], tuple[Trace, Recorder]]
 
 
-def state_of(model: nn.Module, around: Surroundings) -> State:
-    """What a model and its surroundings hold."""
-    return described(slots_of(model, around))
-
-
 class Sequel(NamedTuple):
     """What is known of the calls after the first: whether they run other operations, and whether each changes state.
 
@@ -40,21 +35,20 @@ class Sequel(NamedTuple):
     idle: frozenset[str] = frozenset()
 
 
-def sequel(trace: Trace, used: nn.Module, before: State, around: Surroundings, record: Record) -> Sequel:
+def sequel(trace: Trace, used: nn.Module, states: tuple[State, State], around: Surroundings, record: Record) -> Sequel:
     """Record further calls of a model whose state a call has changed; if they run other operations, all run the same.
 
     Args:
         trace: of the first call.
         used: the skeleton that it was recorded with.
-        before: what it held before.
+        states: what it and its surroundings held before and after.
         around: its surroundings.
         record: records a skeleton, with a recorder if there is one already.
 
     Raises:
         StateError: each call runs others, or could.
     """
-    after = state_of(used, around)
-    changed = list(changes(before, after))
+    changed, after = list(changes(*states)), states[1]
     if not changed:
         return Sequel(False, False)
     later = without_records(used)
@@ -154,4 +148,4 @@ def _numbers(held: Tensor | None) -> object:
     return None if held is None or held.numel() != 1 else repr(held.item())  # of which one is like another, also if NaN
 
 
-__all__ = ["sequel", "state_of"]
+__all__ = ["sequel"]

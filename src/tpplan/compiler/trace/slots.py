@@ -8,8 +8,9 @@ out: for each number, text and tensor, for each container's length, for each tab
     TABLES = {"sin": …}       ->   "my_file.TABLES['sin']"
     lambda x: x * self.k      ->   "a hook of up.self.k"
 
-What is around models has thousands of places and hardly ever changes: it is looked through once, a library's files once
-for all compilations, and again where a container in it no longer holds the same objects.
+What is around models has thousands of places and hardly ever changes: it is looked through once for all compilations,
+and again where a container in it no longer holds the same objects. What holds tensors or modules is forgotten after
+each compilation, so as not to keep these alive.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from tpplan.compiler.ir.hidden import (
     shown_items,
 )
 from tpplan.compiler.trace.surroundings import (
+    CONTENTS,
     DEFAULTS,
     Contents,
     Space,
@@ -52,6 +54,7 @@ from tpplan.compiler.trace.surroundings import (
     cached_objects,
     holds_the_same,
     is_filled,
+    keeps_much,
 )
 from tpplan.compiler.trace.watched_state import WatchedArray, WatchedDeque, WatchedList, WatchedNumber
 from tpplan.state.parts import (
@@ -66,12 +69,12 @@ from tpplan.state.parts import (
 from tpplan.state.parts import slots_of as member_slots
 
 FEW = 1000  # items of a container that are told apart
+_LIGHT = 20_000
 LENGTH = " (its length)"
 ORDER = " (its order)"
 ITEMS = " (its items)"
 _MOVING = (Tensor, WatchedNumber, WatchedArray, count)
 _UNSET = object()
-_CONTENTS = operator.attrgetter("cell_contents")
 _STOCK = frozenset(vars(nn.Module())) | {"forward"}
 _LOGGERS = logging.Logger.manager.loggerDict  # each logger leads to all of the process
 Setter = Callable[[Any, Any, Any], object]
@@ -200,7 +203,8 @@ def hook_name(module: str, number: int) -> str:
     return f"a hook of {module or 'the model'}" + (f" (number {number + 1})" if number else "")
 
 
-_of_libraries: dict[ModuleType | None, _Section] = {}  # from one compilation to the next
+_MOST = 1000  # spaces
+_sections: OrderedDict[object, _Section] = OrderedDict()  # from one compilation to the next; last used last
 
 
 def _outside(around: Surroundings, logs: bool) -> _Outside:
@@ -212,8 +216,8 @@ def _outside(around: Surroundings, logs: bool) -> _Outside:
     """
     known: _Outside | None = around.remembered.get(_outside)
     values = [*(around.values(space) for _, space in around.spaces), {}]
-    files = [_library_file(name, space) for name, space in around.spaces]
-    before: list[_Section | None] = [*map(_of_libraries.get, files), None] if known is None else [*known.sections]
+    keys = [*((name, space.holder) for name, space in around.spaces), ("functions", *around.functions)]
+    before: list[_Section | None] = [*map(_sections.get, keys)] if known is None else [*known.sections]
     sections = [
         section if section is not None and section.is_same(held) else _section(around, number, held)
         for number, (held, section) in enumerate(zip(values, before, strict=False))
@@ -223,15 +227,21 @@ def _outside(around: Surroundings, logs: bool) -> _Outside:
         sections.append(section if section is not None and section.is_same(held) else _in_loggers(held))
     if known is None or [*map(id, sections)] != [*map(id, known.sections)]:
         known = around.remembered[_outside] = _Outside(sections)
-        _of_libraries.update(
-            {file: section for file, section in zip(files, sections, strict=False) if file is not None}
-        )
+        for key, section in zip(keys, sections, strict=False):
+            _remember(key, section, around)
     return known
 
 
-def _library_file(name: str, space: Space) -> ModuleType | None:
-    """The file that a space is, if it is a library's: what the user's files hold isn't kept alive here."""
-    return space.holder if isinstance(space.holder, ModuleType) and is_library(name) else None
+def _remember(key: tuple[object, ...], section: _Section, around: Surroundings) -> None:
+    """Keep what was found in a space for later compilations, unless it is one of the user's and keeps much alive."""
+    _sections.pop(key, None)
+    name = str(key[0])
+    if (section.is_light and "<locals>" not in name) or (isinstance(key[-1], ModuleType) and is_library(name)):
+        _sections[key] = section
+    else:
+        around.forget()
+    while len(_sections) > _MOST:
+        _sections.popitem(last=False)
 
 
 def _section(around: Surroundings, number: int, held: dict[str, Any]) -> _Section:
@@ -280,6 +290,7 @@ class _Section:
     Attributes:
         groups: the places, by the container that they are in.
         logs: whether a logger was among them.
+        is_light: whether there are no tensors and no modules, nor more than `_LIGHT` objects in containers.
     """
 
     def __init__(self, values: dict[str, Any], collector: _Collector) -> None:
@@ -294,11 +305,12 @@ class _Section:
         cells = [cell for function in self._functions for cell in function.__closure__ or ()]
         self._filled, self._empty = ([cell for cell in cells if is_filled(cell) is full] for full in (True, False))
         self._in_functions = [*self._read_functions()]
+        self.is_light = not collector.heavy and self._contents.size <= _LIGHT
 
     def _read_functions(self) -> Iterator[Any]:
         """Defaults of functions, and what they close over, read in C: a file has hundreds."""
         yield from chain.from_iterable(map(DEFAULTS, self._functions))
-        yield from map(_CONTENTS, self._filled)
+        yield from map(CONTENTS, self._filled)
 
     def is_same(self, values: dict[str, Any]) -> bool:
         """Whether all holds the same objects still."""
@@ -328,7 +340,7 @@ class _Collector:
         self.objects: list[Any] = []
         self.functions: list[FunctionType] = []
         self.looks: list[Callable[[], list[Any]]] = []
-        self.logs = False
+        self.logs = self.heavy = False
         self.outside = self._keeps = outside
 
     def slots(self) -> dict[str, Slot]:
@@ -342,9 +354,11 @@ class _Collector:
         held = cast("Any", item)
         numbers = is_numbers(held)
         if numbers or is_plain(held) or isinstance(held, (*VALUES, *_MOVING)):
+            self.heavy = self.heavy or keeps_much(held)
             if not (numbers and is_read_only(held)):
                 self.found[name] = Slot(held, holder, key, setter, None, self.outside)
             return
+        self.heavy = self.heavy or keeps_much(held)
         if id(held) in self.groups or isinstance(held, (nn.Module, type)):
             return
         if held is _LOGGERS:

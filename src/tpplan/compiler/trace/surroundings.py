@@ -23,10 +23,10 @@ import sys
 import threading
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import EnumType
-from itertools import chain, count, repeat
+from itertools import chain, count
 from operator import is_
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -72,7 +72,11 @@ _BARE = frozenset((tuple, list, deque, set, frozenset, dict))  # without attribu
 _CODE = (type, FunctionType, nn.Module, _CACHE)
 _LARGEST = 1 << 16
 _MOST = 256
+_LARGE = 1 << 20  # bytes
+_MOST_KEPT = 20_000  # objects in containers
 DEFAULTS = operator.attrgetter("__defaults__", "__kwdefaults__")
+CONTENTS = operator.attrgetter("cell_contents")
+_UNSET = object()
 _NO_STATE = (type, Tensor, nn.Module, ModuleType, FunctionType)
 
 
@@ -103,6 +107,7 @@ class Contents:
         """Of lists, deques, sets and dicts."""
         self._views: list[Any] = [*_views(held)]
         self._sizes, self._items = [*map(len, self._views)], [*chain.from_iterable(self._views)]
+        self.size = len(self._items)
 
     def are_same(self) -> bool:
         """Whether they hold the same still."""
@@ -133,7 +138,11 @@ def _views(held: Iterable[Any]) -> Iterator[Any]:
 
 
 class _Noted:
-    """What stands in some spaces, and how to put it back."""
+    """What stands in some spaces, and how to put it back.
+
+    Attributes:
+        is_heavy: whether it would keep much in memory.
+    """
 
     def __init__(self, spaces: list[tuple[str, Space]], caches: Iterable[Cache] = ()) -> None:
         """Look, and remember; also what further `caches` have returned."""
@@ -146,9 +155,15 @@ class _Noted:
         self._bound = [(space, self.values(space)) for _, space in self.spaces]
         self._seen: set[int] = set()
         self._stores: list[tuple[Any, list[Any] | None, list[Any]]] = []
-        self._undo: list[Callable[[], object]] = []
+        self._places: list[tuple[Callable[[], bool], Callable[[], object]]] = []  # is it as it was; put it back
         self._functions: list[FunctionType] = []
         self._defaults: list[Any] = []  # of each of these, by position and by name
+        self._filled: list[CellType] = []  # that functions close over, with what they hold
+        self._in_filled: list[Any] = []
+        self._empty: list[CellType] = []
+        self._objects: list[Any] = []  # with their `__dict__`
+        self._dicts: list[dict[str, Any]] = []
+        self.is_heavy = any("<locals>" in name for name, _ in spaces)
         self._counts: dict[int, tuple[Any, tuple[Any, ...], Any]] = {}
         self._tensors: list[tuple[Tensor, tuple[int, Tensor]]] = []
         self.large: dict[int, Tensor] = {}  # by their memory: too large to be kept, so nothing may write to them
@@ -160,6 +175,33 @@ class _Noted:
         for held in (*self.functions(), *self._named(), *kept):
             self._note(held)
         self._contents = Contents(held for held, _, _ in self._stores)
+        self._names = [(space, {**space.names()}) for _, space in spaces]
+
+    @property
+    def may_be_kept(self) -> bool:
+        """Whether it keeps little alive."""
+        return not (self.is_heavy or self.large or self._contents.size > _MOST_KEPT)
+
+    def is_same(self) -> bool:
+        """Whether everything is as it was noted."""
+        return (
+            all(holds_the_same(space.names(), names) for space, names in self._names)
+            and self._is_back()
+            and all(is_same() for is_same, _ in self._places)
+            and all(held._version == version and _has_numbers(held, kept) for held, (version, kept) in self._tensors)
+        )
+
+    def _is_back(self) -> bool:
+        """Whether containers, functions, counts and objects are as they were noted."""
+        return (
+            self._contents.are_same()
+            and all(map(is_, chain.from_iterable(map(DEFAULTS, self._functions)), self._defaults))
+            and all(map(is_filled, self._filled))
+            and all(map(is_, map(CONTENTS, self._filled), self._in_filled))
+            and not any(map(is_filled, self._empty))
+            and all(map(is_, map(attributes_of, self._objects), self._dicts))
+            and all(counted(made) == start for _, start, made in self._counts.values())
+        )
 
     def _named(self) -> Iterator[object]:
         """What has names around the model, and in the user's classes there."""
@@ -176,7 +218,10 @@ class _Noted:
         while waiting:
             item = waiting.pop()
             kind = cast("Any", type(item))
-            if kind in _SCALARS or id(item) in self._seen or issubclass(kind, (type, nn.Module, ModuleType)):
+            if kind in _SCALARS or id(item) in self._seen:
+                continue
+            self.is_heavy = self.is_heavy or keeps_much(item)
+            if issubclass(kind, (type, nn.Module, ModuleType)):
                 continue
             self._seen.add(id(item))
             stored, own = stored_as(kind), attributes_of(item)
@@ -197,14 +242,17 @@ class _Noted:
                 self._seen.update(map(id, rows or ()))
                 self._stores += [(row, *stored_in(row)) for row in rows or () if type(row) is not tuple]
                 if issubclass(kind, defaultdict):
-                    self._undo.append(functools.partial(FACTORY.__set__, item, FACTORY.__get__(item)))
+                    made = FACTORY.__get__(item)
+                    put = functools.partial(FACTORY.__set__, item, made)
+                    self._places.append((functools.partial(_makes, item, made), put))
             elif kind is count:
                 self._counts[id(item)] = item, counted(item), item
             else:
                 waiting += self._way_back(item, kind)
             if type(own) is dict and (self._is_written(kind) or (stored is not None and kind not in _BARE)):  # pyright: ignore
                 waiting.append(own)
-                self._undo.append(functools.partial(_put_dict, item, own))
+                self._objects.append(item)
+                self._dicts.append(own)
 
     def _is_written(self, kind: type) -> bool:
         """Whether a forward may well write to the attributes of what has this class."""
@@ -217,34 +265,38 @@ class _Noted:
             if defaults or named:
                 self._functions.append(held)
                 self._defaults += (defaults, named)
-            inner: list[Any] = [*_cells(held)] if not is_library(held.__module__) else []
-            cells = [cell for cell in held.__closure__ or () if inner and is_filled(cell)]
-            self._undo += map(functools.partial, repeat(setattr), cells, repeat("cell_contents"), inner)
+            cells = () if is_library(held.__module__) else held.__closure__ or ()
+            filled: list[CellType] = [cell for cell in cells if is_filled(cell)]
+            inner = [*map(CONTENTS, filled)]
+            self._empty += [cell for cell in cells if not is_filled(cell)]
+            self._filled += filled
+            self._in_filled += inner
             return [defaults, named, vars(held), *inner]
         if issubclass(kind, functools.partial):
             state: tuple[Any, ...] = (held.func, held.args, held.keywords, vars(held))  # pyright: ignore
-            self._undo.append(lambda: _has_state(held, state) or held.__setstate__(state))
+            self._places.append((lambda: _has_state(held, state), lambda: held.__setstate__(state)))
             return state
         if issubclass(kind, MethodType):
             return held.__self__, held.__func__
         if issubclass(kind, ReferenceType):
             return (held(),)
         if issubclass(kind, ContextVar):
-            with suppress(LookupError):  # it was never set
-                before: Any = held.get()
-                self._undo.append(lambda: held.get() is before or held.set(before))
+            before: Any = held.get(_UNSET)
+            self._places.append((lambda: held.get(_UNSET) is before, lambda: before is _UNSET or held.set(before)))
         elif issubclass(kind, memoryview):
             return (held.obj,)
         elif issubclass(kind, ARRAYS):
             if not is_read_only(held):
-                self._undo.append(functools.partial(_put_numbers, held, copy.copy(held)))
+                kept = held, copy.copy(held)
+                self._places.append((functools.partial(_is_array, *kept), functools.partial(_put_array, *kept)))
             return [] if is_numbers(held) else held.ravel().tolist()
         elif self._is_written(kind):
             slots = slots_of(kind)
             named = {slot: slot.get(held) for slot in slots if slot.is_set(held)}
             if slots:
                 empty = [slot for slot in slots if slot not in named]
-                self._undo.append(functools.partial(_put_slots, held, named, empty))
+                state = held, named, empty
+                self._places.append((functools.partial(_has_slots, *state), functools.partial(_put_slots, *state)))
             return [*named.values()]
         return ()
 
@@ -281,19 +333,17 @@ class _Noted:
                 held = self._as_it_was(held)
                 if space.names().get(name) is not held:
                     space.set(name, held)
-        if not self._contents.are_same() or any(counted(made) != start for _, start, made in self._counts.values()):
+        if not self._is_back():
             self._put_contents_back()
         with torch.no_grad():
             for held, (version, numbers) in self._tensors:
                 if held._version != version:
                     held.copy_(numbers)
-                elif _is_dense(held) and not torch.equal(as_bytes(held), as_bytes(numbers)):
+                elif not _has_numbers(held, numbers):
                     held.data.copy_(numbers)  # it was written to in this way
-        if not all(map(is_, chain.from_iterable(map(DEFAULTS, self._functions)), self._defaults)):
-            for function, *defaults in zip(self._functions, self._defaults[::2], self._defaults[1::2], strict=True):
-                _put_defaults(function, *defaults)
-        for undo in self._undo:
-            undo()
+        for is_same, put in self._places:
+            if not is_same():
+                put()
 
     def _as_it_was(self, held: Any) -> Any:
         """What something is to be put back as: in the place of a count that has gone on, one that hasn't."""
@@ -306,6 +356,12 @@ class _Noted:
         return made
 
     def _put_contents_back(self) -> None:
+        for function, *defaults in zip(self._functions, self._defaults[::2], self._defaults[1::2], strict=True):
+            _put_defaults(function, *defaults)
+        for cell, held in zip(self._filled, self._in_filled, strict=True):
+            cell.cell_contents = held
+        for held, own in zip(self._objects, self._dicts, strict=True):
+            _put_dict(held, own)
         for held, keys, stored_items in self._stores:
             items = [*map(self._as_it_was, stored_items)] if self._counts else stored_items
             now = stored_in(held)
@@ -330,6 +386,10 @@ class Surroundings:
         self._entries = {key: cache.cache_info() for key, cache in self.caches.items()}
         self._environment = dict(os.environ)
         self._random = generators()
+
+    def forget(self) -> None:
+        """Forget what was remembered of what is around the model at the end of a block of `same_files`."""
+        self._noted.is_heavy = True
 
     def tables(self) -> Iterator[tuple[str, dict[Any, Any]]]:
         """The dicts around the model, and those that its modules and their objects keep, by their names there."""
@@ -397,6 +457,8 @@ class _Known(threading.local):
 
 
 _known = _Known()
+_kept: OrderedDict[frozenset[object], _Noted] = OrderedDict()  # from one block to the next; last used last
+_lock = threading.Lock()
 
 
 @contextmanager
@@ -407,6 +469,8 @@ def same_files() -> Generator[None]:
     try:
         yield
     finally:
+        if before is None:
+            _keep(_known.noted.values())
         _known.noted = before
 
 
@@ -433,8 +497,23 @@ def _looked_through(model: nn.Module) -> _Noted:
     key = (frozenset(kinds), frozenset(code), len(sys.modules))
     known = {} if _known.noted is None else _known.noted
     if key not in known:
-        known[key] = _Noted([*_told_apart(_spaces(kinds, called))])
+        spaces = [*_told_apart(sorted(_spaces(kinds, called), key=lambda space: space[0]))]  # alike for all models
+        with _lock:
+            kept = _kept.pop(_key(spaces), None)  # for this block alone
+        known[key] = kept if kept is not None and kept.is_same() else _Noted(spaces)
     return known[key]
+
+
+def _keep(noted: Iterable[_Noted]) -> None:
+    """Keep what was noted for later blocks, in which it's compared."""
+    with _lock:
+        _kept.update({_key(held.spaces): held for held in noted if held.may_be_kept})
+        while len(_kept) > _MOST:
+            _kept.popitem(last=False)
+
+
+def _key(spaces: Iterable[tuple[str, Space]]) -> frozenset[object]:
+    return frozenset((name, space.holder) for name, space in spaces)
 
 
 def _held_code(model: nn.Module) -> Iterator[Any]:
@@ -612,7 +691,7 @@ def _may_clear(cache: Cache) -> bool:
 
 def _cells(held: FunctionType) -> Iterator[Any]:
     """What a function closes over."""
-    return (cell.cell_contents for cell in held.__closure__ or () if is_filled(cell))
+    return map(CONTENTS, filter(is_filled, held.__closure__ or ()))
 
 
 def is_filled(cell: CellType) -> bool:
@@ -650,6 +729,11 @@ def _put_defaults(function: FunctionType, defaults: Any, named: Any) -> None:
         function.__kwdefaults__ = named
 
 
+def _has_slots(held: Any, named: Mapping[MemberSlot, Any], empty: Sequence[MemberSlot]) -> bool:
+    full = all(slot.is_set(held) and slot.get(held) is item for slot, item in named.items())
+    return full and not any(slot.is_set(held) for slot in empty)
+
+
 def _put_slots(held: Any, named: Mapping[MemberSlot, Any], empty: Sequence[MemberSlot]) -> None:
     for slot, item in named.items():
         slot.put(held, item)
@@ -665,6 +749,10 @@ def _put_dict(held: Any, own: dict[str, Any]) -> None:
 def _has_state(held: Any, state: tuple[Any, ...]) -> bool:
     now: tuple[Any, ...] = (held.func, held.args, held.keywords, vars(held))  # pyright: ignore
     return _are_same(now, state)
+
+
+def _has_numbers(held: Tensor, numbers: Tensor) -> bool:
+    return not _is_dense(held) or torch.equal(as_bytes(held), as_bytes(numbers))
 
 
 def _is_dense(held: Tensor) -> bool:
@@ -698,11 +786,33 @@ def _put_items(held: Any, stored: Any, keys: list[Any] | None, items: list[Any])
                 stored.__setitem__(held, key, item)
 
 
-def _put_numbers(held: Any, kept: Any) -> None:
+def _is_array(held: Any, kept: Any) -> bool:
+    if getattr(held, "shape", None) != getattr(kept, "shape", None):
+        return False
+    return bool(held.tobytes() == kept.tobytes() if hasattr(held, "tobytes") else held == kept)
+
+
+def _put_array(held: Any, kept: Any) -> None:
     if getattr(held, "shape", None) != getattr(kept, "shape", None):
         held.resize(kept.shape, refcheck=False)
-    if held.tobytes() != kept.tobytes() if hasattr(held, "tobytes") else held != kept:
-        held[... if isinstance(held, numpy.ndarray) else slice(None)] = kept
+    held[... if isinstance(held, numpy.ndarray) else slice(None)] = kept
+
+
+def _makes(held: Any, made: object) -> bool:
+    """Whether a defaultdict makes entries in this way still."""
+    return FACTORY.__get__(held) is made
+
+
+def keeps_much(held: Any) -> bool:
+    """Whether much may be kept in memory by whoever remembers an object."""
+    kind = cast("type[Any]", type(held))
+    if issubclass(kind, (type, ModuleType)):
+        return False
+    if issubclass(kind, Tensor):
+        return held.numel() > _LARGEST
+    if issubclass(kind, nn.Module) or str(kind.__module__).startswith("torch."):
+        return True
+    return is_library(kind.__module__) and sys.getsizeof(held) > _LARGE
 
 
 def _are_same(held: Sequence[Any], before: Sequence[Any]) -> bool:
@@ -732,6 +842,7 @@ def generators() -> list[Callable[[], object]]:
 
 __all__ = [
     "CONTAINERS",
+    "CONTENTS",
     "DEFAULTS",
     "Contents",
     "Space",
@@ -741,6 +852,7 @@ __all__ = [
     "generators",
     "holds_the_same",
     "is_filled",
+    "keeps_much",
     "other_files",
     "same_files",
     "written_by",
