@@ -101,3 +101,28 @@ def test_what_isnt_followed_costs_as_little(reads: str, sequence: bool, monkeypa
             (counts, sum(move.bytes for module in program.modules for move in (*module.entries, *module.exits)))
         )
     assert sent[0] == sent[1]
+
+
+class Unread(nn.Module):
+    """Computes what nobody reads, in a body that is equal to one that runs from its record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.other, self.last = (nn.Linear(8, 12) for _ in range(3))
+        self.down, self.unread = nn.Linear(12, 8), nn.Linear(12, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.down(self.up(x))
+        twice, other = made + made, self.other(x)
+        self.unread(nn.functional.layer_norm(other, other.shape[-1:]))
+        self.last(twice)
+        self.up(x)
+        return self.norm(made)
+
+
+def test_a_body_whose_result_nobody_reads_has_no_record() -> None:
+    x, rules = torch.randn(2, 6, 8, requires_grad=True), {"down": "rowwise", "unread": "rowwise"}
+    tpplan.compile_plan(Unread(), {"version": 1, "modules": rules}, 2, (x,))
+    with pytest.raises(tpplan.CompileError, match="TP107"):
+        tpplan.compile_plan(Unread(), {"version": 1, "modules": rules | {"norm": "sequence"}}, 2, (x,))

@@ -6,6 +6,7 @@ import copy
 import functools
 import pickle
 import re
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -497,7 +498,9 @@ def test_modules_look_as_before_and_can_be_pickled() -> None:
 
 
 def copied(member: Member) -> bool:
-    model = tpplan.parallelize(stock(), {"version": 1, "modules": RULES}, member.mesh(), EXAMPLE[0])
+    whole = stock()
+    whole.itself = weakref.ref(whole)  # pyright: ignore
+    model = tpplan.parallelize(whole, {"version": 1, "modules": RULES}, member.mesh(), EXAMPLE[0])
     other, before = copy.deepcopy(model), model(x())
     set_wide(other)
     differs = bool((other(x()) - before).abs().max() > 1e-6)

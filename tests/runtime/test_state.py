@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -108,6 +109,7 @@ class Flagged(Mlp):
         return self.down(h.softmax(-1) if self.flag(self.held if given is None else given) else h)
 
 
+PROXIED = Grows(on=False)
 Put = Callable[[Any, bool], Any]
 HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Put]] = {
     "array": (lambda: np.zeros(3), lambda h: h[1] > 0, lambda h, on: h.__setitem__(1, on)),
@@ -134,9 +136,10 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Put]] = {
     "default": (lambda: read_default, lambda h: h(), lambda h, on: read_default.__defaults__[0].__setitem__(0, on)),  # pyright: ignore
     "global": (lambda: helper, lambda h: h(), lambda h, on: OWN.update(on=on)),
     "enum": (lambda: Level.LOW, lambda h: h.value[0], lambda h, on: Level.LOW.value.__setitem__(0, on)),
+    "proxy": (lambda: weakref.proxy(PROXIED), lambda h: h["on"], lambda h, on: PROXIED.update(on=on)),
     "cycle": (looped, lambda h: h[1][0], lambda h, on: h.__setitem__(0, on)),
 }  # fmt: skip
-SHARED = ("class", "class of an object", "default", "global", "enum")
+SHARED = ("class", "class of an object", "default", "global", "enum", "proxy")
 """What a copy of a model has in common with the model."""
 
 

@@ -482,6 +482,30 @@ def test_what_a_body_sees_in_a_modules_dict_is_refused(ask: str) -> None:
         tpplan.compile_plan(Asks(LOOKED[ask]).double(), plan_of(MLP), 2, (x().detach(),))
 
 
+class Residual(nn.Module):
+    """A block whose forwards have other names for it than `self`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN)
+
+    def forward(block, x: Tensor) -> Tensor:  # pyright: ignore[reportSelfClsParameterName]
+        return x + block.down(block.up(x).relu())
+
+
+class AnyArguments(Residual):
+    def forward(*passed: Any) -> Tensor:
+        block, x = passed
+        return x * 2 + block.down(block.up(x).relu())
+
+
+@pytest.mark.parametrize("kind", [Residual, AnyArguments])
+def test_a_body_may_call_its_module_as_it_likes(kind: type[nn.Module]) -> None:
+    plan = {"0.up": "colwise", "0.down": "rowwise"}
+    calls = [((x(),), {}), ((torch.randn(2, 12, HIDDEN, dtype=torch.float64),), {})]
+    assert max(worst(nn.Sequential(kind()).double(), plan, 2, ((x(),), {}), calls)) < TOLERANCE
+
+
 class AsksLater(Asks):
     """The same, in calls with a flag."""
 

@@ -211,7 +211,9 @@ def _recorded(subject: CheckInput, learned: Learned, mismatch: Mismatch) -> Lear
         return None
     if name in subject.trace.settings.reducing | subject.trace.settings.looking:
         return None  # a record doesn't know these functions
-    equal = {n for n in equal_modules(subject.instance, mismatch.frame) if type(modules[n]) is type(modules[name])}
+    run = {held.frame.module for held in subject.assignment.frames}  # of the others nobody reads a result
+    equal = {n for n in equal_modules(subject.instance, mismatch.frame) if n in run}
+    equal = {n for n in equal if type(modules[n]) is type(modules[name])}
     learned = learned.recording(equal)
     after = _mismatch(subject, learned)
     return None if after is not None and _same_place(after, mismatch) else learned

@@ -133,7 +133,7 @@ class Reader:
         kind = cast("type[Any]", type(held))
         if kind in PLAIN:
             return plain(held)
-        if isinstance(held, nn.Module) and held in self._modules:
+        if issubclass(kind, nn.Module) and held in self._modules:  # a proxy says that it is one
             return ContentValue(kind, f"`{self._modules[held]}`")
         known, cycle = self._known.get(id(held)), self._cycles.get(id(held), 0)
         if known is not None and not self._entered[cycle]:

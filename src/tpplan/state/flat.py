@@ -158,7 +158,7 @@ class _Found:
         waiting, seen = [*held], dict[int, Any]()
         while waiting:
             item = waiting.pop()
-            if type(item) in PLAIN or id(item) in seen or (isinstance(item, nn.Module) and item in modules):
+            if type(item) in PLAIN or id(item) in seen or (issubclass(type(item), nn.Module) and item in modules):
                 continue
             seen[id(item)] = item  # what was made for a look must live as long
             if isinstance(item, type):

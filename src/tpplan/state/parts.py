@@ -47,7 +47,7 @@ from types import (
     SimpleNamespace,
 )
 from typing import Any, NamedTuple, cast
-from weakref import ReferenceType
+from weakref import ProxyTypes, ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -141,6 +141,8 @@ def parts(held: Any) -> Parts | None:
         return None
     if kind is itertools.count:
         return [("__next__", counted(held))]
+    if kind in ProxyTypes:  # which says that it is of the class of what it refers to
+        return [("__dir__", held.__dir__.__self__)]
     if isinstance(held, _TOOLS):  # of a user's class what that, or the user, has set on it
         return None if is_library(kind.__module__) else [*vars(held).items()]
     if isinstance(held, Tensor):

@@ -287,7 +287,7 @@ def _compare_operation(
             return Mismatch(whole, ours, position, None, None, reason, way_out=_OF_GENERATORS)
         mine, its = (tuple(n for n in scalars(held) if type(n) is int) for held in (ours, theirs))
         reason = f"{ours.name} is called with {_shown(theirs)} instead of {_shown(ours)}"
-        return Mismatch(whole, ours, position, mine, its, reason)
+        return Mismatch(whole, ours, position, *((mine, its) if mine != its else (None, None)), reason)
     return None
 
 
@@ -409,7 +409,7 @@ def _generators(operation: Operation) -> bool:
 
 
 def _shown(operation: Operation) -> str:
-    return ", ".join(str(n) for n in scalars(operation) if isinstance(n, (int, float)) and not isinstance(n, bool))
+    return ", ".join(str(n) for n in scalars(operation) if type(n) in (int, float, tuple))
 
 
 def scalars(operation: Operation) -> list[object]:

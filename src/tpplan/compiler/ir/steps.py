@@ -238,10 +238,12 @@ def _offset(code: CodeType, last: int) -> int:
 
 
 def _module_of(frame: FrameType | None, names: Mapping[int, str]) -> str:
-    """The module that the code is of which is running."""
+    """The module that the code is of which is running: the first argument of what the user wrote."""
     while frame is not None:
-        called = frame.f_code.co_filename == _CALLS  # by whom a hook is called, which is none of the module's code
-        name = None if called else names.get(id(frame.f_locals.get("self")))
+        code = frame.f_code
+        called = code.co_filename == _CALLS or code.co_filename.startswith(_OWN)  # these call what is a module's
+        first: Any = None if called or not code.co_varnames else frame.f_locals.get(code.co_varnames[0])
+        name = names.get(id(first[0] if type(first) is tuple and first else first))  # pyright: ignore
         if name is not None:
             return name
         frame = frame.f_back

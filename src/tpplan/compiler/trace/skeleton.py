@@ -177,6 +177,11 @@ class _Reference(ReferenceType[Any]):
     def __call__(self) -> Any:
         return self.kept() if isinstance(self.kept, ReferenceType) else self.kept  # pyright: ignore
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Reference:
+        made = memo[id(self)] = _Reference(_Reference)
+        made.kept = copy.deepcopy(self.kept, memo)
+        return made
+
 
 class _Untaken:
     """What stands for a generator, of which there is no copy: what is taken of it, later calls don't get."""
