@@ -499,7 +499,16 @@ class AnyArguments(Residual):
         return x * 2 + block.down(block.up(x).relu())
 
 
-@pytest.mark.parametrize("kind", [Residual, AnyArguments])
+def scaled(layer: nn.Linear, x: Tensor) -> Tensor:
+    return layer(x) * layer.out_features
+
+
+class ByFunction(Residual):
+    def forward(block, x: Tensor) -> Tensor:  # pyright: ignore[reportSelfClsParameterName]
+        return x + scaled(block.down, block.up(x).relu())
+
+
+@pytest.mark.parametrize("kind", [Residual, AnyArguments, ByFunction])
 def test_a_body_may_call_its_module_as_it_likes(kind: type[nn.Module]) -> None:
     plan = {"0.up": "colwise", "0.down": "rowwise"}
     calls = [((x(),), {}), ((torch.randn(2, 12, HIDDEN, dtype=torch.float64),), {})]

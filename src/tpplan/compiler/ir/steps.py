@@ -14,12 +14,14 @@ from numbers import Number
 from pathlib import Path
 from types import CodeType, FrameType, MappingProxyType, NoneType
 from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from tpplan.compat.modes import without_function_modes
 from tpplan.compiler.ir.locations import Location
+from tpplan.state.parts import functions_in
 
 _TORCH = f"{Path(torch.__file__).parent}/"
 # torch's own modules are bodies like any other; of the rest, these only pass a call on to the function mode.
@@ -40,6 +42,7 @@ _OWN = tuple(f"{_PACKAGE}/{layer}/" for layer in ("compiler", "runtime", "rehear
 
 _PRECALL = dis.opmap.get("PRECALL")
 _instructions: dict[CodeType, bytes] = {}
+_codes: WeakKeyDictionary[type[Any], frozenset[CodeType]] = WeakKeyDictionary()
 
 
 class Step(NamedTuple):
@@ -238,16 +241,25 @@ def _offset(code: CodeType, last: int) -> int:
 
 
 def _module_of(frame: FrameType | None, names: Mapping[int, str]) -> str:
-    """The module that the code is of which is running: the first argument of what the user wrote."""
+    """The module that the code is of which is running."""
     while frame is not None:
         code = frame.f_code
         called = code.co_filename == _CALLS or code.co_filename.startswith(_OWN)  # these call what is a module's
         first: Any = None if called or not code.co_varnames else frame.f_locals.get(code.co_varnames[0])
-        name = names.get(id(first[0] if type(first) is tuple and first else first))  # pyright: ignore
-        if name is not None:
+        owner = cast("object", first[0] if type(first) is tuple and first else first)
+        name = names.get(id(owner))
+        if name is not None and (code.co_varnames[0] == "self" or code in _methods(type(owner))):
             return name
         frame = frame.f_back
     return ""
+
+
+def _methods(kind: type[Any]) -> frozenset[CodeType]:
+    """The code of a class's functions, by which it's told from that of hooks, which are passed a module as well."""
+    if kind not in _codes:
+        held = (item for base in kind.__mro__ for item in vars(base).values())
+        _codes[kind] = frozenset(function.__code__ for item in held for function in functions_in(item))
+    return _codes[kind]
 
 
 def _is_hook(frame: FrameType) -> bool:
