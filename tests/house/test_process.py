@@ -60,6 +60,7 @@ def run(script: str) -> list[str]:
     return finished.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_importing_any_file_of_the_package_changes_nothing() -> None:
     pytest.importorskip("accelerate")
     script = """
@@ -74,6 +75,7 @@ print(changed(before))
     assert run(script) == ["[]"]
 
 
+@pytest.mark.slow
 def test_parallelize_makes_the_changes_that_are_listed_and_undo_takes_them_back() -> None:
     pytest.importorskip("accelerate")
     script = """

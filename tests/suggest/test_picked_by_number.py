@@ -81,6 +81,7 @@ class WithStack(nn.Module):
         return x + self.stack(x)
 
 
+@pytest.mark.slow
 def test_rows_of_a_matrix_are_picked_by_what_is_found() -> None:
     torch.manual_seed(0)
     model = WithStack().double()
