@@ -140,6 +140,21 @@ def test_a_read_of_numbers_is_named_with_its_line(kind):
     assert "torch.where" in (found.help or "")
 
 
+class Skips(Mlp):
+    def after(self, x: Tensor, y: Tensor) -> Tensor:
+        return x if self.training and torch.rand(1).item() < 0.5 else y  # here
+
+
+def test_a_model_that_is_captured_in_evaluation_alone_says_so():
+    plan = {"version": 1, "modules": {"0.up": "colwise", "0.down": "rowwise"}}
+    model = nn.Sequential(Skips())
+    (found,) = tpplan.compile_plan(model, plan, 2, SAMPLE).diagnostics
+    assert (found.code, found.subject, str(found.severity)) == ("TP153", "0", "warning")
+    assert found.message.startswith("this program is for evaluation: in training, `0` turns a random number of torch's")
+    assert found.notes == (f"in `0`, at {line_of(Skips)}",) and "without `.item()`" in (found.help or "")
+    assert not tpplan.compile_plan(model.eval(), plan, 2, SAMPLE).diagnostics
+
+
 class Cond(Mlp):
     def after(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.cond(x.sum() > 0, lambda z: z, lambda z: -z, (y,))  # here

@@ -101,6 +101,7 @@ ELSEWHERE = {
     "TP150": "compiler/test_unused_kernels.py",
     "TP152": "runtime/test_overlap.py",
     "TP151": "ops/test_declared.py",
+    "TP153": "compiler/test_causes.py",
     "TP160": "adapters/test_plans.py",
     "TP185": "runtime/test_compile_calls.py",
     "TP199": "cli/test_main.py",

@@ -8,15 +8,17 @@ import gc
 import logging
 import sys
 import weakref
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, MutableMapping
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import tpplan
+from tpplan.compiler.trace import slots, surroundings
 from tpplan.compiler.trace.left_state import is_same
 from tpplan.compiler.trace.slots import ITEMS, LENGTH, ORDER, slots_of
 from tpplan.compiler.trace.surroundings import Surroundings
@@ -245,6 +247,81 @@ def test_what_the_users_files_held_is_not_kept_alive(monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     reference = weakref.ref(kept)
     del kept
+    gc.collect()
+    assert reference() is None
+
+
+SOURCE = """
+from torch import nn
+TABLE = {"a": [1]}
+class Alone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+    def forward(self, x):
+        return self.down(self.up(x)) * TABLE["a"][0]
+"""
+
+
+@pytest.fixture
+def own_file(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A file of the user's, with a model in it."""
+    made = ModuleType("a_file_of_the_users")
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    exec(SOURCE, vars(made))
+    return made
+
+
+def noted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often anything was looked through, from now on."""
+    found = Counter[str]()
+    for kind in (surroundings._Noted, slots._Section):
+        plain = kind.__init__
+
+        def init(self: Any, *args: Any, plain: Any = plain, name: str = kind.__name__) -> None:
+            found[name] += 1
+            plain(self, *args)
+
+        monkeypatch.setattr(kind, "__init__", init)
+    return found
+
+
+def compiled(model: nn.Module) -> tpplan.Program:
+    plan = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
+    return tpplan.compile_plan(model, plan, 2, (torch.randn(2, 4),))
+
+
+def test_a_second_compilation_looks_again_only_at_what_has_changed(
+    own_file: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = own_file.Alone()
+    compiled(model)
+    compiled(model)  # the first may have imported what it needs
+    found = noted(monkeypatch)
+    compiled(model)
+    assert not found
+    changes: list[Callable[[], object]] = [
+        lambda: own_file.TABLE["a"].append(2),
+        lambda: vars(own_file).update(FURTHER=[1]),
+        lambda: setattr(own_file.Alone, "kept", [1]),
+        lambda: vars(own_file).pop("FURTHER"),
+    ]
+    for change in changes:
+        change()
+        compiled(model)
+        assert found["_Noted"] and found["_Section"]
+        found.clear()
+        compiled(model)
+        assert not found
+
+
+@pytest.mark.parametrize("kind", [lambda: torch.zeros(1 << 17), lambda: nn.Linear(2, 2), lambda: [nn.Linear(2, 2)]])
+def test_what_takes_much_memory_is_not_kept_from_one_compilation_to_the_next(own_file: Any, kind: Any) -> None:
+    own_file.LARGE = kind()
+    held = own_file.LARGE[0] if isinstance(own_file.LARGE, list) else own_file.LARGE
+    compiled(own_file.Alone())
+    reference = weakref.ref(held)
+    del own_file.LARGE, held
     gc.collect()
     assert reference() is None
 

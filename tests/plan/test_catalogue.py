@@ -65,6 +65,7 @@ def test_only_what_still_yields_a_right_program_is_less_than_an_error() -> None:
         "TP148",
         "TP150",
         "TP152",
+        "TP153",
         "TP183",
         "TP186",
         "TP212",

@@ -37,7 +37,7 @@ from tpplan.compiler.emit.program_of import emit
 from tpplan.compiler.emit.substitute import substitute
 from tpplan.compiler.emit.unused_kernels import unused_kernels
 from tpplan.compiler.explain.bounded import bounded
-from tpplan.compiler.explain.failed_captures import models_own, of_capture
+from tpplan.compiler.explain.failed_captures import models_own, of_capture, of_training
 from tpplan.compiler.explain.ineffective import ineffective_rules
 from tpplan.compiler.explain.neighbours import Neighbours
 from tpplan.compiler.explain.uncovered import uncovered_finding
@@ -227,7 +227,7 @@ def _refuse_steering_counts(request: Request, compiled: Compiled, trace: Trace) 
     for found in (FoundCount(few), FoundCount(sys.maxsize, 0), FoundCount(sys.maxsize, 1), FoundCount(None)):
         tried, run, other = replace(request, found=found), trace, None
         try:
-            run, _ = _capture(tried, ())
+            run, _ = _capture(tried, [])
             layouts = None if subject is None else subject.given.assignment.layouts
             alike = layouts is not None and passes_on_alike(trace, run, layouts, replaced)
             if alike and _steering(run) <= _steering(trace):
@@ -441,13 +441,19 @@ def _filled(trace: Trace, features: Features) -> Features:
 
 
 @doing("running the model on shapes")
-def _capture(request: Request, findings: Sequence[Diagnostic]) -> tuple[Trace, Capture]:
-    """Record the model in the mode of the request; without one, in training, or in evaluation if that fails."""
+def _capture(request: Request, findings: list[Diagnostic]) -> tuple[Trace, Capture]:
+    """Record the model in the mode of the request; without one, in training, or in evaluation if that fails.
+
+    A finding is added if it fails for a model that is in training.
+    """
     errors: list[BaseException] = []
     for training in (True, False) if request.training is None else (request.training,):
         try:
             settings = request.capture_settings(training)
-            return request.captures.record(request.model, request.arguments, request.keywords, settings)
+            found = request.captures.record(request.model, request.arguments, request.keywords, settings)
+            if errors and request.model.training:
+                findings.append(of_training(errors[0]))
+            return found
         except BodyError as error:
             errors.append(error)
         except Exception as error:  # whatever the model raises is the finding

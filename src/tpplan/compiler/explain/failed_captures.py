@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import traceback
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from tpplan.compiler.trace.counts import RowCount
 from tpplan.compiler.trace.left_state import LeftStateError
 from tpplan.compiler.trace.recorder import REFUSED, Recorder
 from tpplan.compiler.trace.unfollowed import DataDependentError, PackedSequencesError, UnfollowedError
-from tpplan.plan import CompileError, Diagnostic, TpplanError
+from tpplan.plan import CompileError, Diagnostic, Severity, TpplanError
 
 # What torch says of an operator that can't run on shapes alone.
 _NO_META = ("attempted to run this operator with Meta tensors", "There was no fake impl registered")
@@ -84,6 +85,13 @@ def of_capture(error: BaseException) -> Diagnostic:
     )
 
 
+def of_training(error: BaseException) -> Diagnostic:
+    """For a model that is in training, and could only be captured in evaluation: TP153."""
+    found = of_capture(error)
+    message = f"this program is for evaluation: in training, {found.message}"
+    return replace(found, code="TP153", severity=Severity.WARNING, message=message)
+
+
 def _told(cause: BaseException, name: str) -> tuple[str, str] | None:
     """What a module did that a capture can't follow, and what to do about it; None if the error is the module's own."""
     text = str(cause)
@@ -94,6 +102,12 @@ def _told(cause: BaseException, name: str) -> tuple[str, str] | None:
         return (
             f"{name} reads numbers of `{cause.absent}`, and the example call has none",
             "pass `inputs=` with the whole numbers of a real call, as a processor makes them, and not on `meta`",
+        )
+    if isinstance(cause, DataDependentError) and cause.drawn:
+        return (
+            f"{name} turns a random number of torch's into one of Python's, by which it may take any way",
+            "compare the tensor itself, as by `if torch.rand(1) < self.p:` without `.item()`, or draw by Python's "
+            "`random`",
         )
     if getattr(cause, "counts", False) or any(held in text for held in _COUNTS):
         return (
@@ -201,4 +215,4 @@ def _raised_at(error: BaseException) -> Location | None:
     return own[-1] if own else None
 
 
-__all__ = ["models_own", "of_capture"]
+__all__ = ["models_own", "of_capture", "of_training"]

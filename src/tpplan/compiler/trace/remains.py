@@ -9,6 +9,7 @@ out: `Effects`, in values of the run
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -31,6 +32,7 @@ from tpplan.compiler.trace.tensor_classes import Wrapped
 from tpplan.compiler.trace.watched_state import WatchedArray, WatchedNumber
 
 _TABLES = frozenset(("_parameters", "_buffers", "_modules"))
+_SCALARS = frozenset((bool, int, float, str, type(None)))
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -72,7 +74,7 @@ class Remains:
             held
             for _, module in named_modules(self._model)
             for name, held in vars(module).items()
-            if name not in _TABLES and (type(held) is not dict or held)
+            if name not in _TABLES and type(held) not in _SCALARS and (type(held) not in (dict, OrderedDict) or held)
         ]
         read = [
             *(tensor for tensor, _ in (*self._skeleton.parameters, *self._skeleton.buffers)),

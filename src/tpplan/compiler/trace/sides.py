@@ -33,6 +33,7 @@ from tpplan.compiler.ir.observations import Assumption, Branches, CaptureSetting
 from tpplan.compiler.trace.chance import DrawObserver
 from tpplan.compiler.trace.numbers_read import NumberObserver
 from tpplan.compiler.trace.tape import Aside, RunTape
+from tpplan.compiler.trace.unfollowed import DataDependentError
 
 _FEW = 4
 _DISPATCHES = frozenset(("__torch_dispatch__", "__torch_function__"))
@@ -56,7 +57,11 @@ class SideObserver:
         """What Python is told of a tensor with one entry: its number if that is known, else the side of a branch."""
         value = self._tape.value_of(tensor)
         if tensor.dtype is not torch.bool or self._numbers.is_known(value):
-            return self._numbers.read(tensor).item()
+            try:
+                return self._numbers.read(tensor).item()
+            except DataDependentError as error:
+                error.drawn = self._draws.is_drawn(value)
+                raise
         location, taken = self.meet()
         self._assume(location, taken, self._draws.is_drawn(value))
         self._numbers.tested.setdefault(value, location)

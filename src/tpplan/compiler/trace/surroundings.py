@@ -438,6 +438,8 @@ class Surroundings:
             os.environ.clear()
             os.environ.update(self._environment)
         self.repeat_draws()
+        if _known.noted is None:
+            _keep([self._noted])
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -45,11 +45,13 @@ class DataDependentError(Exception):
         absent: the input of the example that has no numbers, from which it would follow; "" if it follows from others.
         counts: whether it is of those by which rows are split, and was asked for something else.
         among: of how many numbers it is one of the places where these aren't zero; 0 if it is none.
+        drawn: whether it is a random number, or made of these alone.
     """
 
     absent: str = ""
     counts: bool = False
     among: int = 0
+    drawn: bool = False
 
 
 __all__ = ["DataDependentError", "PackedSequencesError", "UnfollowedError", "unlike_dense"]
