@@ -315,13 +315,48 @@ def test_a_second_compilation_looks_again_only_at_what_has_changed(
         assert not found
 
 
-@pytest.mark.parametrize("kind", [lambda: torch.zeros(1 << 17), lambda: nn.Linear(2, 2), lambda: [nn.Linear(2, 2)]])
-def test_what_takes_much_memory_is_not_kept_from_one_compilation_to_the_next(own_file: Any, kind: Any) -> None:
-    own_file.LARGE = kind()
-    held = own_file.LARGE[0] if isinstance(own_file.LARGE, list) else own_file.LARGE
+def test_what_a_cache_has_returned_since_is_looked_through(own_file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    exec("import functools\n@functools.lru_cache\ndef table(size):\n    return [size]", vars(own_file))
+    model = own_file.Alone()
+    own_file.table(1)
+    compiled(model)
+    compiled(model)
+    found = noted(monkeypatch)
+    compiled(model)
+    assert not found
+    own_file.table(2)
+    compiled(model)
+    assert found["_Noted"]
+
+
+class Told:
+    """What does something when it is freed."""
+
+    def __del__(self) -> None: ...
+
+
+KEPT_NOT: dict[str, Callable[[], Any]] = {
+    "large tensor": lambda: torch.zeros(1 << 17),
+    "module": lambda: nn.Linear(2, 2),
+    "module in a list": lambda: [nn.Linear(2, 2)],
+    "what is told that it is freed": Told,
+    "weak reference": lambda: weakref.ref(Kept()),
+    "weak table": lambda: weakref.WeakValueDictionary({"a": Kept()}),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT_NOT)
+def test_what_takes_much_memory_is_not_kept_from_one_compilation_to_the_next(own_file: Any, kind: str) -> None:
+    own_file.HELD = KEPT_NOT[kind]()
+    held = own_file.HELD[0] if isinstance(own_file.HELD, list) else own_file.HELD
+    if kind.startswith("weak"):
+        held = Kept()
+        own_file.HELD = weakref.ref(held) if kind == "weak reference" else weakref.WeakValueDictionary({"a": held})
     compiled(own_file.Alone())
     reference = weakref.ref(held)
-    del own_file.LARGE, held
+    if not kind.startswith("weak"):
+        del own_file.HELD
+    del held
     gc.collect()
     assert reference() is None
 

@@ -15,6 +15,7 @@ import copy
 import dis
 import functools
 import gc
+import io
 import logging
 import operator
 import os
@@ -30,7 +31,7 @@ from itertools import chain, count
 from operator import is_
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
-from weakref import ReferenceType, WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import ProxyTypes, ReferenceType, WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import numpy
 import torch
@@ -73,6 +74,7 @@ _CODE = (type, FunctionType, nn.Module, _CACHE)
 _LARGEST = 1 << 16
 _MOST = 256
 _LARGE = 1 << 20  # bytes
+_PLAIN_KINDS = frozenset((*_SCALARS, *CONTAINERS, tuple, FunctionType, bytes))
 _MOST_KEPT = 20_000  # objects in containers
 DEFAULTS = operator.attrgetter("__defaults__", "__kwdefaults__")
 CONTENTS = operator.attrgetter("cell_contents")
@@ -171,8 +173,9 @@ class _Noted:
             for held in values.values():
                 self._note(held)
         self.own_functions = [function for function in self.functions() if not is_library(function.__module__)]
-        kept = (result for cache in (*caches, *self.caches) for result in cached_objects(cache))
-        for held in (*self.functions(), *self._named(), *kept):
+        self._results = [*self._cached()]
+        kept = [result for cache in caches for result in cached_objects(cache)]
+        for held in (*self.functions(), *self._named(), *self._results, *kept):
             self._note(held)
         self._contents = Contents(held for held, _, _ in self._stores)
         self._names = [(space, {**space.names()}) for _, space in spaces]
@@ -187,6 +190,7 @@ class _Noted:
         return (
             all(holds_the_same(space.names(), names) for space, names in self._names)
             and self._is_back()
+            and _are_same([*self._cached()], self._results)
             and all(is_same() for is_same, _ in self._places)
             and all(held._version == version and _has_numbers(held, kept) for held, (version, kept) in self._tensors)
         )
@@ -202,6 +206,10 @@ class _Noted:
             and all(map(is_, map(attributes_of, self._objects), self._dicts))
             and all(counted(made) == start for _, start, made in self._counts.values())
         )
+
+    def _cached(self) -> Iterator[object]:
+        """What caches have returned that have names around the model."""
+        return chain.from_iterable(map(cached_objects, self.caches))
 
     def _named(self) -> Iterator[object]:
         """What has names around the model, and in the user's classes there."""
@@ -806,15 +814,22 @@ def _makes(held: Any, made: object) -> bool:
 
 
 def keeps_much(held: Any) -> bool:
-    """Whether much may be kept in memory by whoever remembers an object."""
+    """Whether whoever remembers an object may keep much in memory, or what is to be freed when nobody refers to it."""
     kind = cast("type[Any]", type(held))
     if issubclass(kind, (type, ModuleType)):
         return False
     if issubclass(kind, Tensor):
         return held.numel() > _LARGEST
-    if issubclass(kind, nn.Module) or str(kind.__module__).startswith("torch."):
+    if kind in _PLAIN_KINDS:
+        return sys.getsizeof(held) > _LARGE
+    return _keeps_more(kind) or (is_library(kind.__module__) and sys.getsizeof(held) > _LARGE)
+
+
+def _keeps_more(kind: type[Any]) -> bool:
+    """Whether objects of a class have memory that doesn't show, refer to others weakly, or tell when they are freed."""
+    if issubclass(kind, (nn.Module, ReferenceType, *ProxyTypes)) or str(kind.__module__).startswith("torch."):
         return True
-    return is_library(kind.__module__) and sys.getsizeof(held) > _LARGE
+    return hasattr(kind, "__del__") and not issubclass(kind, io.IOBase)  # to which loggers lead
 
 
 def _are_same(held: Sequence[Any], before: Sequence[Any]) -> bool:
