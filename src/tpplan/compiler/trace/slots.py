@@ -9,8 +9,8 @@ out: for each number, text and tensor, for each container's length, for each tab
     lambda x: x * self.k      ->   "a hook of up.self.k"
 
 What is around models has thousands of places and hardly ever changes: it is looked through once for all compilations,
-and again where a container in it no longer holds the same objects. What holds tensors or modules is forgotten after
-each compilation, so as not to keep these alive.
+and again where a container in it no longer holds the same objects. Files that hold large tensors, modules or objects
+of the user's are forgotten after each compilation, so as not to keep these alive.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from tpplan.compiler.trace.surroundings import (
     CONTENTS,
     DEFAULTS,
     Contents,
+    Recent,
     Space,
     Surroundings,
     cached_objects,
@@ -69,7 +70,6 @@ from tpplan.state.parts import (
 from tpplan.state.parts import slots_of as member_slots
 
 FEW = 1000  # items of a container that are told apart
-_LIGHT = 20_000
 LENGTH = " (its length)"
 ORDER = " (its order)"
 ITEMS = " (its items)"
@@ -203,8 +203,7 @@ def hook_name(module: str, number: int) -> str:
     return f"a hook of {module or 'the model'}" + (f" (number {number + 1})" if number else "")
 
 
-_MOST = 1000  # spaces
-_sections: OrderedDict[object, _Section] = OrderedDict()  # from one compilation to the next; last used last
+_sections = Recent(1000)  # from one compilation to the next
 
 
 def _outside(around: Surroundings, logs: bool) -> _Outside:
@@ -234,14 +233,11 @@ def _outside(around: Surroundings, logs: bool) -> _Outside:
 
 def _remember(key: tuple[object, ...], section: _Section, around: Surroundings) -> None:
     """Keep what was found in a space for later compilations, unless it is one of the user's and keeps much alive."""
-    _sections.pop(key, None)
     name = str(key[0])
     if (section.is_light and "<locals>" not in name) or (isinstance(key[-1], ModuleType) and is_library(name)):
-        _sections[key] = section
+        _sections.keep(key, section)
     else:
         around.forget()
-    while len(_sections) > _MOST:
-        _sections.popitem(last=False)
 
 
 def _section(around: Surroundings, number: int, held: dict[str, Any]) -> _Section:
@@ -290,7 +286,7 @@ class _Section:
     Attributes:
         groups: the places, by the container that they are in.
         logs: whether a logger was among them.
-        is_light: whether there are no tensors and no modules, nor more than `_LIGHT` objects in containers.
+        is_light: whether it keeps little alive; see `keeps_much`.
     """
 
     def __init__(self, values: dict[str, Any], collector: _Collector) -> None:
@@ -305,7 +301,7 @@ class _Section:
         cells = [cell for function in self._functions for cell in function.__closure__ or ()]
         self._filled, self._empty = ([cell for cell in cells if is_filled(cell) is full] for full in (True, False))
         self._in_functions = [*self._read_functions()]
-        self.is_light = not collector.heavy and self._contents.size <= _LIGHT
+        self.is_light = not (collector.heavy or self._contents.are_many)
 
     def _read_functions(self) -> Iterator[Any]:
         """Defaults of functions, and what they close over, read in C: a file has hundreds."""
@@ -353,12 +349,11 @@ class _Collector:
         """Note what `item`, which `holder` has at `key`, is or holds."""
         held = cast("Any", item)
         numbers = is_numbers(held)
+        self.heavy = self.heavy or keeps_much(held)
         if numbers or is_plain(held) or isinstance(held, (*VALUES, *_MOVING)):
-            self.heavy = self.heavy or keeps_much(held)
             if not (numbers and is_read_only(held)):
                 self.found[name] = Slot(held, holder, key, setter, None, self.outside)
             return
-        self.heavy = self.heavy or keeps_much(held)
         if id(held) in self.groups or isinstance(held, (nn.Module, type)):
             return
         if held is _LOGGERS:

@@ -75,7 +75,7 @@ _LARGEST = 1 << 16
 _MOST = 256
 _LARGE = 1 << 20  # bytes
 _PLAIN_KINDS = frozenset((*_SCALARS, *CONTAINERS, tuple, FunctionType, bytes))
-_MOST_KEPT = 20_000  # objects in containers
+_MANY = 20_000  # objects
 DEFAULTS = operator.attrgetter("__defaults__", "__kwdefaults__")
 CONTENTS = operator.attrgetter("cell_contents")
 _UNSET = object()
@@ -109,11 +109,27 @@ class Contents:
         """Of lists, deques, sets and dicts."""
         self._views: list[Any] = [*_views(held)]
         self._sizes, self._items = [*map(len, self._views)], [*chain.from_iterable(self._views)]
-        self.size = len(self._items)
+        self.are_many = len(self._items) > _MANY
 
     def are_same(self) -> bool:
         """Whether they hold the same still."""
         return [*map(len, self._views)] == self._sizes and all(map(is_, chain.from_iterable(self._views), self._items))
+
+
+class Recent(OrderedDict[Any, Any]):
+    """What was found, by what it was found of; the oldest is forgotten where there is more than `most`."""
+
+    def __init__(self, most: int) -> None:
+        """Nothing yet."""
+        super().__init__()
+        self._most = most
+
+    def keep(self, key: Any, found: Any) -> None:
+        """Keep what was found last."""
+        self.pop(key, None)
+        self[key] = found
+        while len(self) > self._most:
+            self.popitem(last=False)
 
 
 class _StoredRows:
@@ -143,7 +159,7 @@ class _Noted:
     """What stands in some spaces, and how to put it back.
 
     Attributes:
-        is_heavy: whether it would keep much in memory.
+        is_heavy: whether it keeps too much alive to be remembered for later compilations; see `keeps_much`.
     """
 
     def __init__(self, spaces: list[tuple[str, Space]], caches: Iterable[Cache] = ()) -> None:
@@ -183,7 +199,7 @@ class _Noted:
     @property
     def may_be_kept(self) -> bool:
         """Whether it keeps little alive."""
-        return not (self.is_heavy or self.large or self._contents.size > _MOST_KEPT)
+        return not (self.is_heavy or self.large or self._contents.are_many)
 
     def is_same(self) -> bool:
         """Whether everything is as it was noted."""
@@ -396,7 +412,7 @@ class Surroundings:
         self._random = generators()
 
     def forget(self) -> None:
-        """Forget what was remembered of what is around the model at the end of a block of `same_files`."""
+        """Have what was noted around the model forgotten at the end of the compilation."""
         self._noted.is_heavy = True
 
     def tables(self) -> Iterator[tuple[str, dict[Any, Any]]]:
@@ -467,7 +483,7 @@ class _Known(threading.local):
 
 
 _known = _Known()
-_kept: OrderedDict[frozenset[object], _Noted] = OrderedDict()  # from one block to the next; last used last
+_kept = Recent(_MOST)  # from one block to the next
 _lock = threading.Lock()
 
 
@@ -517,9 +533,9 @@ def _looked_through(model: nn.Module) -> _Noted:
 def _keep(noted: Iterable[_Noted]) -> None:
     """Keep what was noted for later blocks, in which it's compared."""
     with _lock:
-        _kept.update({_key(held.spaces): held for held in noted if held.may_be_kept})
-        while len(_kept) > _MOST:
-            _kept.popitem(last=False)
+        for held in noted:
+            if held.may_be_kept:
+                _kept.keep(_key(held.spaces), held)
 
 
 def _key(spaces: Iterable[tuple[str, Space]]) -> frozenset[object]:
@@ -814,20 +830,25 @@ def _makes(held: Any, made: object) -> bool:
 
 
 def keeps_much(held: Any) -> bool:
-    """Whether whoever remembers an object may keep much in memory, or what is to be freed when nobody refers to it."""
+    """Whether whoever remembers an object keeps much in memory, or what somebody may notice to be freed.
+
+    That is an object of the user's, a module, a weak reference and what is called back when it's freed.
+    """
     kind = cast("type[Any]", type(held))
     if issubclass(kind, (type, ModuleType)):
         return False
     if issubclass(kind, Tensor):
         return held.numel() > _LARGEST
-    if kind in _PLAIN_KINDS:
-        return sys.getsizeof(held) > _LARGE
-    return _keeps_more(kind) or (is_library(kind.__module__) and sys.getsizeof(held) > _LARGE)
+    if kind not in _PLAIN_KINDS and _is_noticed(kind):
+        return True
+    return sys.getsizeof(held) > _LARGE
 
 
-def _keeps_more(kind: type[Any]) -> bool:
-    """Whether objects of a class have memory that doesn't show, refer to others weakly, or tell when they are freed."""
+def _is_noticed(kind: type[Any]) -> bool:
+    """Whether somebody may notice that an object of a class is freed, or that it isn't."""
     if issubclass(kind, (nn.Module, ReferenceType, *ProxyTypes)) or str(kind.__module__).startswith("torch."):
+        return True
+    if not is_library(kind.__module__):
         return True
     return hasattr(kind, "__del__") and not issubclass(kind, io.IOBase)  # to which loggers lead
 
@@ -862,6 +883,7 @@ __all__ = [
     "CONTENTS",
     "DEFAULTS",
     "Contents",
+    "Recent",
     "Space",
     "Surroundings",
     "cached_objects",
