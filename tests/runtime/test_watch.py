@@ -17,6 +17,7 @@ from tests.runtime.simulated import on_ranks, watched, worst
 from tests.runtime.world import Member, world
 from tpplan.calls.call_errors import UnprovedCallError
 from tpplan.calls.guard import CallGuard
+from tpplan.calls.watch import Watch
 
 TOLERANCE = 1e-12
 WIDTH = 24
@@ -506,6 +507,14 @@ def scaled(layer: nn.Linear, x: Tensor) -> Tensor:
 class ByFunction(Residual):
     def forward(block, x: Tensor) -> Tensor:  # pyright: ignore[reportSelfClsParameterName]
         return x + scaled(block.down, block.up(x).relu())
+
+
+@pytest.mark.parametrize("kind", [Residual, AnyArguments, ByFunction])
+def test_steps_tell_their_module_whatever_it_is_called(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(kind().double())
+    with Watch({id(module): name for name, module in model.named_modules()}) as watch:
+        model(x())
+    assert [step.module for step in watch.steps if step.name in ("relu", "add")] == ["0", "0"]
 
 
 @pytest.mark.parametrize("kind", [Residual, AnyArguments, ByFunction])

@@ -244,7 +244,7 @@ def _module_of(frame: FrameType | None, names: Mapping[int, str]) -> str:
     """The module that the code is of which is running."""
     while frame is not None:
         code = frame.f_code
-        called = code.co_filename == _CALLS or code.co_filename.startswith(_OWN)  # these call what is a module's
+        called = code.co_filename == _CALLS  # by whom a hook is called, which is none of the module's code
         first: Any = None if called or not code.co_varnames else frame.f_locals.get(code.co_varnames[0])
         owner = cast("object", first[0] if type(first) is tuple and first else first)
         name = names.get(id(owner))
